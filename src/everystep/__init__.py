@@ -1,0 +1,51 @@
+"""Checkpoint deep-learning training at every step, and bring a dead run back bit for bit."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from everystep import errors
+    from everystep.checkpointer import Checkpointer
+    from everystep.recovery.load import LoadedState, load
+    from everystep.signals import SaveOnSignal
+    from everystep.store.retention import Retention
+    from everystep.types import StepRef, StepStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Checkpointer",
+    "LoadedState",
+    "Retention",
+    "SaveOnSignal",
+    "StepRef",
+    "StepStats",
+    "errors",
+    "load",
+]
+
+_HOMES = {
+    "Checkpointer": "everystep.checkpointer",
+    "LoadedState": "everystep.recovery.load",
+    "Retention": "everystep.store.retention",
+    "SaveOnSignal": "everystep.signals",
+    "StepRef": "everystep.types",
+    "StepStats": "everystep.types",
+    "load": "everystep.recovery.load",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: `everystep ls` must not load torch (PEP 562)."""
+    if name == "errors":
+        return importlib.import_module("everystep.errors")
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'everystep' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

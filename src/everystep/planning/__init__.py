@@ -1,0 +1,1 @@
+"""Decisions as arithmetic: no torch, disk, clock or network in here."""

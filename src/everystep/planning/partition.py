@@ -1,0 +1,48 @@
+"""Which rank stores which bytes of a state that all ranks hold alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Extent(NamedTuple):
+    """Elements `start` to `stop` (exclusive) of the tensor at `position` of the input."""
+
+    position: int
+    start: int
+    stop: int
+
+
+def share_of(
+    elements: Sequence[int], item_bytes: Sequence[int], rank: int, world_size: int
+) -> list[Extent]:
+    """The share of `rank` when `world_size` ranks split a list of tensors by bytes.
+
+    The tensors are laid end to end and cut into `world_size` stretches of equal length in bytes,
+    each cut moved down to the element that it falls into. The shares are contiguous, disjoint,
+    cover everything, differ in length by less than one element from equal, and depend on nothing
+    but the arguments, so that ranks need not talk. A tensor without elements goes to rank 0.
+
+    Args:
+        elements: number of elements of each tensor.
+        item_bytes: bytes of one element of each tensor.
+        rank: whose share, from 0.
+        world_size: among how many.
+    """
+    total = sum(n * size for n, size in zip(elements, item_bytes, strict=True))
+    first = total * rank // world_size
+    last = total * (rank + 1) // world_size
+    share: list[Extent] = []
+    begin = 0
+    for index, (n, size) in enumerate(zip(elements, item_bytes, strict=True)):
+        if n == 0:
+            if rank == 0:
+                share.append(Extent(index, 0, 0))
+            continue
+        start = min(max(first - begin, 0) // size, n)
+        stop = min(max(last - begin, 0) // size, n)
+        if start < stop:
+            share.append(Extent(index, start, stop))
+        begin += n * size
+    return share

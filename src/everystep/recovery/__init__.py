@@ -1,0 +1,1 @@
+"""From what is stored to a proved state."""

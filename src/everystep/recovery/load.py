@@ -1,0 +1,197 @@
+"""A stored state as named tensors, without any model."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from everystep.errors import CannotRestore, Damaged, Missing, NothingToRestore, ReplicasDiffer
+from everystep.recovery.plan import plan_restore
+from everystep.recovery.restore import Proved, read_part
+from everystep.state import raw
+from everystep.state.tree import Decoder
+from everystep.store.run import Run, StepEntry
+from everystep.types import Json, StepRef, TensorSpec, split_key
+
+_log = logging.getLogger("everystep")
+
+
+@dataclass(frozen=True)
+class LoadedState:
+    """A training state read from a run, proved, in host memory."""
+
+    run: str
+    """The identity of the run."""
+    ref: StepRef
+    rank: int
+    tensors: dict[str, torch.Tensor]
+    """By key (a JSON pointer such as `/models/model/fc.weight`). Sharded ones are whole."""
+    tree: Json
+    """All that is not a tensor, as stored."""
+    metrics: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """How many training steps were done."""
+        return self.ref.step
+
+    @property
+    def models(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Parameters and buffers by model and FQN, tied ones under all their names, as
+        `load_state_dict` of an unwrapped model takes them."""
+        states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.tree["models"]}
+        for key, tensor in self.tensors.items():
+            parts = split_key(key)
+            if parts[0] == "models" and len(parts) == 3:
+                states[parts[1]][parts[2]] = tensor
+        for name, facts in self.tree["models"].items():
+            for alias, fqn in facts["aliases"].items():
+                states[name][alias] = states[name][fqn]
+        return states
+
+    def optimizer(self, name: str = "optimizer") -> dict[str, Any]:
+        """An optimizer's state with parameters by name: `state` is {parameter: slots},
+        `param_groups` is [{"params": names, …options}]. A parameter is named by its FQN, with
+        `MODEL.` before it where there is more than one model."""
+        saved = self.tree["optimizers"][name]
+        decoder = Decoder(self.tensors)
+        return {
+            "state": {self._name(owner): decoder.decode(slot) for owner, slot in saved["slots"]},
+            "param_groups": [
+                {
+                    "params": [self._name(owner) for owner in group["parameters"]],
+                    **decoder.decode(group["options"]),
+                }
+                for group in saved["groups"]
+            ],
+        }
+
+    def extra(self, name: str) -> Any:
+        """What an extra's `load_state_dict` would be given."""
+        return Decoder(self.tensors).decode(self.tree["extras"][name])
+
+    def _name(self, owner: list[str]) -> str:
+        return owner[1] if len(self.tree["models"]) == 1 else ".".join(owner)
+
+
+def load(
+    run: str | os.PathLike[str],
+    step: int | str | StepRef | None = None,
+    *,
+    rank: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> LoadedState:
+    """Read a step of a run without any model.
+
+    Args:
+        run: the run directory.
+        step: a step number on the current timeline, or `"main:900"`; None: the newest step that
+            can be proved.
+        rank: whose own parts (buffers, RNG, extras) to give; tensors that are sharded over the
+            ranks are put together.
+        progress: called with the number of bytes just read, from any thread.
+
+    Returns:
+        The state; every byte has been compared with the hash taken when it was written.
+
+    Raises:
+        NotARun: there is no run in this directory.
+        NothingToRestore: no such step.
+        CannotRestore: no step can be proved.
+    """
+    opened = Run.open(run)
+    wanted = StepRef.parse(step) if isinstance(step, str) and ":" in step else step
+    wanted = int(wanted) if isinstance(wanted, str) and wanted.isdigit() else wanted
+    if isinstance(wanted, str):
+        wanted = StepRef.parse(wanted)
+    plan = plan_restore(opened.listing(), wanted)
+    if not plan.candidates:
+        raise NothingToRestore("the run has no complete step yet", path=run)
+    reasons = []
+    for entry in plan.candidates:
+        try:
+            return load_entry(opened, entry, rank, progress)
+        except (Damaged, Missing, ReplicasDiffer) as error:
+            _log.warning("step %s cannot be used: %s", entry.ref, error.headline())
+            reasons.append(f"\n  {entry.ref}: {error.headline()}")
+    raise CannotRestore(
+        f"no step can be proved:{''.join(reasons)}", hint="everystep verify RUN shows the damage"
+    )
+
+
+def load_entry(
+    run: Run,
+    entry: StepEntry,
+    rank: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> LoadedState:
+    """Read one given step; see `load`.
+
+    Raises:
+        Damaged, Missing, ReplicasDiffer: it is not what was written.
+    """
+    proved = read_part(run, entry, rank, progress=progress)
+    tensors = {
+        key: raw.restrided(tensor, proved.specs[key]) for key, tensor in proved.tensors.items()
+    }
+    if any(spec.shard is not None for spec in proved.specs.values()):
+        tensors |= _whole_tensors(run, entry, rank, proved, progress)
+    record = proved.record
+    return LoadedState(run.id, entry.ref, rank, tensors, record.tree, _metrics(record.metrics))
+
+
+def _metrics(stored: Mapping[str, Json]) -> dict[str, Any]:
+    decoded: dict[str, Any] = Decoder({}).decode(dict(stored))
+    return decoded
+
+
+def _whole_tensors(
+    run: Run,
+    entry: StepEntry,
+    rank: int,
+    own: Proved,
+    progress: Callable[[int], None] | None,
+) -> dict[str, torch.Tensor]:
+    """Put tensors that are sharded over the ranks together from all their parts."""
+    whole: dict[str, torch.Tensor] = {}
+    filled: dict[str, set[tuple[int, ...]]] = {}
+    for part in _parts(run, entry, rank, own, progress):
+        for key, spec in part.specs.items():
+            if spec.shard is None or key not in part.tensors:
+                continue
+            if key not in whole:
+                described = TensorSpec(
+                    key=key, dtype=spec.dtype, shape=tuple(spec.shard.global_shape)
+                )
+                whole[key] = raw.empty_for(described)[0]
+            where = tuple(
+                slice(offset, offset + length)
+                for offset, length in zip(spec.shard.offsets, spec.shape, strict=True)
+            )
+            raw.write_into(whole[key][where], part.tensors[key])
+            if spec.elements:
+                filled.setdefault(key, set()).add((*spec.shard.offsets, spec.elements))
+    for key, tensor in whole.items():
+        if sum(region[-1] for region in filled.get(key, ())) != tensor.numel():
+            raise Damaged(f"{key}: the ranks' shards do not make the whole tensor", step=entry.ref)
+    return whole
+
+
+def _parts(
+    run: Run,
+    entry: StepEntry,
+    rank: int,
+    own: Proved,
+    progress: Callable[[int], None] | None,
+) -> Iterator[Proved]:
+    yield own
+    for other in range(entry.world_size):
+        if other != rank:
+            yield read_part(
+                run, entry, other, progress=progress, wanted=lambda spec: spec.shard is not None
+            )

@@ -1,0 +1,214 @@
+"""Plan, read, prove, apply: bring live objects to a stored step, on every rank or on none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from everystep.errors import (
+    CannotRestore,
+    Damaged,
+    EverystepError,
+    LayoutMismatch,
+    Missing,
+    ReplicasDiffer,
+)
+from everystep.recovery.agree import as_json, from_json
+from everystep.recovery.plan import Plan
+from everystep.state import capture, raw
+from everystep.state.capture import Objects
+from everystep.state.ranks import Ranks
+from everystep.store.format import RankRecord
+from everystep.store.reading import StepReader, locate
+from everystep.store.run import Listing, Run, StepEntry
+from everystep.types import Json, TensorSpec
+
+_log = logging.getLogger("everystep")
+
+_DAMAGE = (Damaged, Missing, ReplicasDiffer)
+"""What makes an older step the better one; anything else (no permission, a layout that does not
+fit) would be the same for every step, and is raised."""
+
+
+class Proved(NamedTuple):
+    """A rank's part of a step, read and equal to what was written."""
+
+    record: RankRecord
+    tensors: dict[str, torch.Tensor]
+    """By key, in host memory, local parts where sharded."""
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Descriptions of the tensors by key."""
+        return {tensor.spec.key: tensor.spec for tensor in self.record.tensors}
+
+
+def read_part(
+    run: Run,
+    entry: StepEntry,
+    rank: int,
+    fits: Callable[[RankRecord], None] | None = None,
+    progress: Callable[[int], None] | None = None,
+    wanted: Callable[[TensorSpec], bool] = lambda spec: True,
+) -> Proved:
+    """Read one rank's state of a step and prove every byte of it.
+
+    Args:
+        fits: called with the record before any tensor is read; raises if it is of no use.
+        progress: called with the number of bytes just read, from any thread.
+        wanted: which tensors to read.
+
+    Raises:
+        Damaged, Missing, ReplicasDiffer: it is not what was written.
+        StoreFailed: it cannot be read.
+    """
+    records = run.records(entry)
+    if rank not in records:
+        raise LayoutMismatch(f"step {entry.ref} has no rank {rank}", found=sorted(records))
+    record = records[rank]
+    if fits is not None:
+        fits(record)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def buffer_for(spec: TensorSpec) -> memoryview:
+        tensors[spec.key], view = raw.empty_for(spec)
+        return view
+
+    located = [place for place in locate(records, rank) if wanted(place.tensor.spec)]
+    StepReader(run.backend, entry, records).read(located, buffer_for, progress)
+    return Proved(record, tensors)
+
+
+def restore(
+    run: Run, plan: Plan, objects: Objects, ranks: Ranks, *, strict: bool = True
+) -> StepEntry:
+    """Bring the objects to the first step of the plan that every rank can prove. Collective.
+
+    Nothing live is changed before every rank has proved its part. Steps that failed are set aside
+    afterwards, once an older one is known to be good.
+
+    Raises:
+        CannotRestore: no step of the plan can be proved; all files are left as they are.
+        LayoutMismatch: the stored state does not fit the objects.
+    """
+    failed: list[tuple[StepEntry, str]] = []
+    for entry in plan.candidates:
+        proved, error = _try(run, entry, objects, ranks, strict)
+        reasons = _agree(ranks, error)
+        if not any(reasons):
+            _apply(objects, proved, ranks, strict)
+            _set_aside(run, failed, entry, ranks)
+            return entry
+        reason = _first(reasons)
+        _log.warning("step %s cannot be used: %s", entry.ref, reason)
+        failed.append((entry, reason))
+    tried = "".join(f"\n  {entry.ref}: {reason}" for entry, reason in failed)
+    raise CannotRestore(
+        f"{'the step' if plan.asked else 'every complete step'} failed its proof:{tried}",
+        hint="everystep verify RUN shows what is damaged"
+        + ("; restore() without a step takes the newest that is whole" if plan.asked else ""),
+    )
+
+
+def _try(
+    run: Run, entry: StepEntry, objects: Objects, ranks: Ranks, strict: bool
+) -> tuple[Proved | None, EverystepError | None]:
+    def fits(record: RankRecord) -> None:
+        specs = {tensor.spec.key: tensor.spec for tensor in record.tensors}
+        _check_world(record, ranks)
+        misfit = capture.check(objects, record.tree, specs, ranks.world_size)
+        misfit.raise_if(strict=strict)
+
+    try:
+        return read_part(run, entry, ranks.rank, fits), None
+    except EverystepError as error:
+        return None, error
+
+
+def _check_world(record: RankRecord, ranks: Ranks) -> None:
+    if record.world_size != ranks.world_size:
+        raise LayoutMismatch(
+            "the step was stored by another number of ranks",
+            expected=record.world_size,
+            found=ranks.world_size,
+            hint=f"start {record.world_size} processes",
+        )
+
+
+def _agree(ranks: Ranks, error: EverystepError | None) -> Sequence[Json]:
+    """Every rank's reason why this step cannot be used (None: it can).
+
+    Raises:
+        EverystepError: a rank's failure is not damage to this step; on every rank.
+    """
+    reasons = ranks.gather([as_json(error), isinstance(error, _DAMAGE)])
+    for rank, (reason, damage) in enumerate(reasons):
+        if reason is not None and not damage:
+            if error is not None and rank == ranks.rank:
+                raise error
+            raise from_json(rank, reason)
+    return [reason for reason, _ in reasons]
+
+
+def _first(reasons: Sequence[Json]) -> str:
+    return next(f"rank {rank}: {r[1]}" for rank, r in enumerate(reasons) if r is not None)
+
+
+def _apply(objects: Objects, proved: Proved | None, ranks: Ranks, strict: bool) -> None:
+    error: EverystepError | None = None
+    if proved is not None:
+        record, specs = proved.record, proved.specs
+        if not strict:
+            misfit = capture.check(objects, record.tree, specs, ranks.world_size)
+            for kind in ("missing", "unexpected"):
+                for name in getattr(misfit, kind):
+                    _log.warning("restored without %s (%s)", name, kind)
+        for line in capture.frozen_differences(objects, record.tree, ranks.world_size):
+            _log.warning("%s: training may go another way than before", line)
+        try:
+            capture.apply(objects, record.tree, specs, proved.tensors, ranks.world_size)
+        except EverystepError as failure:
+            error = failure
+    _agree(ranks, error)
+
+
+def _set_aside(
+    run: Run, failed: Sequence[tuple[StepEntry, str]], good: StepEntry, ranks: Ranks
+) -> None:
+    if ranks.rank == 0:
+        for entry, reason in failed:
+            where = run.set_aside(entry)
+            _log.warning(
+                "step %s is set aside in %s (%s); step %s is restored instead",
+                entry.ref, where, reason, good.ref,
+            )  # fmt: skip
+
+
+def require_fresh(listing: Listing) -> None:
+    """Check that a run without a complete step is one that has not begun.
+
+    A start that was cut off in its first step is fresh. Anything more is not: training from the
+    beginning over it would be a silent loss.
+
+    Raises:
+        CannotRestore: there are files that belong to later steps, or to something else.
+    """
+    begun = [entry.ref for entry in listing.steps] + [ref for ref, _ in listing.loose]
+    later = [ref for ref in begun if ref.step > 1]
+    strangers = [name for name in listing.strangers if "/." not in "/" + name]
+    if later:
+        ref = max(later, key=lambda ref: ref.step)
+        entry = next((entry for entry in listing.steps if entry.ref == ref), None)
+        missing = f" (nothing of rank {entry.missing_ranks})" if entry else ""
+        raise CannotRestore(
+            f"steps up to {ref} are there, and not one of them is complete{missing}",
+            hint="look at everystep verify RUN, or begin in another directory",
+        )
+    if strangers:
+        raise CannotRestore(
+            f"the run has no complete step and holds {strangers[0]}, which is not ours",
+            hint="begin in another directory",
+        )

@@ -1,0 +1,1 @@
+"""What a training state is: knows torch, knows no files."""

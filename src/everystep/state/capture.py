@@ -1,0 +1,309 @@
+"""Live objects as named tensors plus JSON, and back: the training state in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from everystep.errors import LayoutMismatch, Unsupported
+from everystep.state import raw, rng
+from everystep.state.extras import apply_extra, capture_extras, check_extra
+from everystep.state.names import ModelNames, names_of
+from everystep.state.optimizers import (
+    Owners,
+    apply_optimizer,
+    capture_optimizer,
+    check_optimizer,
+)
+from everystep.state.shards import Meshes, shard_of
+from everystep.state.tree import Decoder, Encoder, Held
+from everystep.types import Json, TensorSpec, join_key
+
+
+@dataclass(frozen=True)
+class Objects:
+    """What a run is made of. Each mapping is from the user's name to the live object."""
+
+    models: Mapping[str, nn.Module]
+    optimizers: Mapping[str, Optimizer]
+    extras: Mapping[str, Any]
+
+    @staticmethod
+    def of(
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizer: Optimizer | Mapping[str, Optimizer] | None,
+        extras: Mapping[str, Any] | None,
+    ) -> Objects:
+        """Name single objects `model` and `optimizer`, and refuse what cannot be stored.
+
+        Raises:
+            Unsupported: an argument is of the wrong type.
+        """
+        models = _named(model, "model", nn.Module)
+        optimizers = {} if optimizer is None else _named(optimizer, "optimizer", Optimizer)
+        for name, extra in (extras or {}).items():
+            check_extra(name, extra)
+        return Objects(models, optimizers, dict(extras or {}))
+
+
+def _named(given: Any, name: str, kind: type) -> dict[str, Any]:
+    named = dict(given) if isinstance(given, Mapping) else {name: given}
+    for key, thing in named.items():
+        if not isinstance(thing, kind) or not isinstance(key, str) or not key:
+            raise Unsupported(
+                f"{name}={type(thing).__qualname__}: not a {kind.__name__}",
+                hint="hand over what is neither model nor optimizer in extras={…}",
+            )
+    return named
+
+
+@dataclass(frozen=True)
+class State:
+    """A training state: tensors by key (live memory where it was captured), and all the rest."""
+
+    held: dict[str, Held]
+    tree: Json
+
+
+@dataclass
+class Misfit:
+    """What does not fit between a stored state and live objects, in torch's two words and one."""
+
+    missing: list[str] = field(default_factory=list)
+    """Here, and not stored."""
+    unexpected: list[str] = field(default_factory=list)
+    """Stored, and not here."""
+    mismatched: list[str] = field(default_factory=list)
+    """In both, of another shape, dtype, shard, tie or optimizer: never passed over."""
+
+    def raise_if(self, *, strict: bool) -> None:
+        """Raise for what `strict` does not allow.
+
+        Raises:
+            LayoutMismatch: names the first of every kind.
+        """
+        lines = list(self.mismatched)
+        if strict:
+            lines += [f"{name}: here, and not stored" for name in self.missing]
+            lines += [f"{name}: stored, and not here" for name in self.unexpected]
+        if lines:
+            shown = "".join(f"\n  {line}" for line in lines[:20])
+            more = f"\n  … and {len(lines) - 20} more" if len(lines) > 20 else ""
+            raise LayoutMismatch(
+                f"the stored state does not fit:{shown}{more}",
+                hint="make the objects as they were when the step was stored"
+                + ("" if self.mismatched else ", or pass strict=False to go on without these"),
+            )
+
+
+def capture(objects: Objects, world_size: int) -> State:
+    """The state of all objects and of the random number generators.
+
+    Nothing is copied: the tensors alias live memory, and are to be read before training goes on.
+    Training is not changed in any way: no slot is made, no counter moves, nothing is drawn.
+
+    Raises:
+        Unsupported: something in the state cannot be stored exactly; the message names it.
+    """
+    random_state = rng.global_state()
+    encoder = Encoder()
+    tree: dict[str, Json] = {"models": {}, "optimizers": {}}
+    owners = Owners()
+    for name, model in objects.models.items():
+        encoder.new_section()
+        names = names_of(model, world_size)
+        tree["models"][name] = _capture_model(name, names, owners, encoder)
+    for name, optimizer in objects.optimizers.items():
+        tree["optimizers"][name] = capture_optimizer(name, optimizer, owners, encoder)
+    tree["extras"] = capture_extras(objects.extras, encoder)
+    if not rng.same_global_state(random_state):  # an extra drew while it was asked for its state
+        rng.set_global_state(random_state)
+    encoder.new_section()
+    tree["rng"] = encoder.encode(random_state, join_key("rng"))
+    return State(encoder.held, tree)
+
+
+def _capture_model(name: str, names: ModelNames, owners: Owners, encoder: Encoder) -> Json:
+    for fqn, tensor in names.tensors.items():
+        key = join_key("models", name, fqn)
+        encoder.tensor(tensor, key, replicated=fqn in names.replicated)
+    _add_owners(name, names, owners)
+    base = join_key("models", name, "extra_state")
+    return {
+        "aliases": names.aliases,
+        "frozen": _frozen(names),
+        "extra_state": {
+            fqn: encoder.encode(module.get_extra_state(), base + join_key(fqn))
+            for fqn, module in names.extra_state.items()
+        },
+    }
+
+
+def _add_owners(name: str, names: ModelNames, owners: Owners) -> None:
+    for fqn, tensor in names.tensors.items():
+        if id(tensor) in names.parameters:
+            owners.add((name, fqn), tensor, fqn in names.replicated)
+
+
+def _frozen(names: ModelNames) -> list[str]:
+    return [
+        fqn
+        for fqn, tensor in names.tensors.items()
+        if id(tensor) in names.parameters and not tensor.requires_grad
+    ]
+
+
+def check(objects: Objects, tree: Json, specs: Mapping[str, TensorSpec], world_size: int) -> Misfit:
+    """Compare a stored state with live objects. Changes nothing.
+
+    Args:
+        specs: the stored tensors of this rank, by key.
+    """
+    misfit = Misfit()
+    owners = Owners()
+    for name, model in _pairs("models", objects.models, tree["models"], misfit):
+        names = names_of(model, world_size)
+        _add_owners(name, names, owners)
+        _check_model(name, names, tree["models"][name], specs, misfit)
+    for name, optimizer in _pairs("optimizers", objects.optimizers, tree["optimizers"], misfit):
+        saved = tree["optimizers"][name]
+        misfit.mismatched += check_optimizer(name, optimizer, saved, owners)
+    for _ in _pairs("extras", objects.extras, tree["extras"], misfit):
+        pass
+    return misfit
+
+
+def _pairs(
+    kind: str, live: Mapping[str, Any], stored: Mapping[str, Any], misfit: Misfit
+) -> list[tuple[str, Any]]:
+    misfit.missing += [f"{kind}.{name}" for name in live if name not in stored]
+    misfit.unexpected += [f"{kind}.{name}" for name in stored if name not in live]
+    return [(name, thing) for name, thing in live.items() if name in stored]
+
+
+def _check_model(
+    name: str, names: ModelNames, saved: Json, specs: Mapping[str, TensorSpec], misfit: Misfit
+) -> None:
+    stored = _stored_names(name, specs)
+    aliases: dict[str, str] = saved["aliases"]
+    for fqn, tensor in names.tensors.items():
+        if fqn in stored:
+            problem = _difference(tensor, specs[join_key("models", name, fqn)])
+            if problem:
+                misfit.mismatched.append(f"{name}.{fqn}: {problem}")
+        elif fqn in aliases:
+            tied = f"{name}.{fqn}: tied to {aliases[fqn]} when stored, and not here"
+            misfit.mismatched.append(tied)
+        else:
+            misfit.missing.append(f"{name}.{fqn}")
+    for fqn in stored:
+        if fqn in names.aliases:
+            tied = f"{name}.{fqn}: tied to {names.aliases[fqn]} here, and not when stored"
+            misfit.mismatched.append(tied)
+        elif fqn not in names.tensors:
+            misfit.unexpected.append(f"{name}.{fqn}")
+    extra_state = saved["extra_state"]
+    misfit.missing += [f"{name}.{fqn}" for fqn in names.extra_state if fqn not in extra_state]
+    misfit.unexpected += [f"{name}.{fqn}" for fqn in extra_state if fqn not in names.extra_state]
+
+
+def _stored_names(name: str, specs: Mapping[str, TensorSpec]) -> list[str]:
+    prefix = join_key("models", name) + "/"
+    stored = (key.removeprefix(prefix) for key in specs if key.startswith(prefix))
+    return [_unescaped(rest) for rest in stored if "/" not in rest]
+
+
+def _unescaped(part: str) -> str:
+    return part.replace("~1", "/").replace("~0", "~")
+
+
+def _difference(live: torch.Tensor, spec: TensorSpec) -> str | None:
+    local, shard = shard_of(live)
+    if shard is None and spec.shard is None and tuple(local.shape) != spec.shape:
+        return f"shape {spec.shape} stored, {tuple(local.shape)} here"
+    if shard != spec.shard:
+        return f"shard {spec.shard} stored, {shard} here"
+    if raw.dtype_name(local.dtype) != spec.dtype:
+        return f"dtype {spec.dtype} stored, {raw.dtype_name(local.dtype)} here"
+    if tuple(local.shape) != spec.shape:
+        return f"local shape {spec.shape} stored, {tuple(local.shape)} here"
+    return None
+
+
+def apply(
+    objects: Objects,
+    tree: Json,
+    specs: Mapping[str, TensorSpec],
+    tensors: Mapping[str, torch.Tensor],
+    world_size: int,
+) -> None:
+    """Give live objects a stored state that `check` has compared with them.
+
+    Models are written in place; slots and hyperparameters get new tensors; random number
+    generators are set last. What `strict=False` let pass is left as it is.
+
+    Args:
+        specs: the stored tensors of this rank, by key.
+        tensors: their values in host memory, local parts where sharded.
+
+    Raises:
+        LayoutMismatch: an extra refuses its state, or a shard has no mesh here.
+    """
+    all_names = {name: names_of(model, world_size) for name, model in objects.models.items()}
+    owners = Owners()
+    for name, names in all_names.items():
+        _add_owners(name, names, owners)
+    meshes = Meshes(tensor for names in all_names.values() for tensor in names.tensors.values())
+    rest = {
+        key: _rebuilt(tensors[key], spec, meshes)
+        for key, spec in specs.items()
+        if not key.startswith("/models/")
+    }
+    for name, extra in objects.extras.items():
+        if name in tree["extras"]:
+            apply_extra(name, extra, Decoder(rest).decode(tree["extras"][name]))
+    for name, names in all_names.items():
+        if name in tree["models"]:
+            _apply_model(name, names, tree["models"][name], tensors)
+    devices = {key: spec.device for key, spec in specs.items()}
+    for name, optimizer in objects.optimizers.items():
+        if name in tree["optimizers"]:
+            saved = tree["optimizers"][name]
+            apply_optimizer(name, optimizer, saved, rest, devices, owners)
+    rng.set_global_state(Decoder(rest).decode(tree["rng"]))
+
+
+def _rebuilt(local: torch.Tensor, spec: TensorSpec, meshes: Meshes) -> torch.Tensor:
+    ordered = raw.restrided(local, spec)
+    return ordered if spec.shard is None else meshes.rebuild(ordered, spec.shard, spec.key)
+
+
+def _apply_model(
+    name: str, names: ModelNames, saved: Json, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    for fqn, live in names.tensors.items():
+        source = tensors.get(join_key("models", name, fqn))
+        if source is not None and not raw.write_into(shard_of(live)[0], source):
+            raise LayoutMismatch(f"{name}.{fqn} is expanded here, and was not when stored")
+    decoder = Decoder(tensors)
+    for fqn, module in names.extra_state.items():
+        if fqn in saved["extra_state"]:
+            module.set_extra_state(decoder.decode(saved["extra_state"][fqn]))
+
+
+def frozen_differences(objects: Objects, tree: Json, world_size: int) -> list[str]:
+    """Parameters whose `requires_grad` is not what it was: training may go another way."""
+    lines = []
+    for name, model in objects.models.items():
+        if name not in tree["models"]:
+            continue
+        was = set(tree["models"][name]["frozen"])
+        now = set(_frozen(names_of(model, world_size)))
+        lines += [f"{name}.{fqn} is frozen here and was not" for fqn in sorted(now - was)]
+        lines += [f"{name}.{fqn} was frozen and is not here" for fqn in sorted(was - now)]
+    return lines

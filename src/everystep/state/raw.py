@@ -1,0 +1,198 @@
+"""Tensors as raw bytes in host memory, and back.
+
+Everything here moves bits, never values: NaN payloads, negative zeros and dtypes for which torch
+has no arithmetic pass unchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from everystep.errors import Unsupported
+from everystep.types import TensorSpec, chunks_of, item_bytes, spoken
+
+CHUNK_BYTES = 8 << 20
+"""What is brought to host memory at a time from a tensor whose bytes do not lie there in order."""
+
+_CARRIERS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+"""For each item size a dtype for which torch copies any layout without touching the bits."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype without `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of that name.
+
+    Raises:
+        Unsupported: the torch at hand has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if item_bytes(name) is None or not isinstance(dtype, torch.dtype):
+        raise Unsupported(f"torch {torch.__version__} has no dtype {name!r}")
+    return dtype
+
+
+def refusal(tensor: torch.Tensor) -> str | None:
+    """Why this (local, not DTensor) tensor cannot be stored exactly; None if it can."""
+    if tensor.is_quantized:
+        return "a quantised tensor (store its int_repr(), scale and zero point)"
+    if tensor.layout != torch.strided:
+        return f"a tensor of layout {tensor.layout} (only strided and sparse COO are stored)"
+    if tensor.is_meta:
+        return "a tensor on the meta device, which has no values"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return f"a tensor subclass ({type(tensor).__module__}.{type(tensor).__qualname__})"
+    if item_bytes(dtype_name(tensor.dtype)) is None:
+        return f"a tensor of dtype {tensor.dtype}"
+    return None
+
+
+def check_storable(tensor: torch.Tensor, key: str) -> None:
+    """Refuse what cannot be stored exactly.
+
+    Raises:
+        Unsupported: with the place of the tensor and the reason.
+    """
+    reason = refusal(tensor)
+    if reason is not None:
+        raise Unsupported(f"{spoken(key)}: {reason}")
+
+
+def _carrier(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory under a dtype that torch can copy; shape and strides unchanged."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.view(_CARRIERS[plain.element_size()])
+
+
+def kept_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides worth keeping: of a dense tensor in another than row-major order, else None."""
+    if tensor.is_contiguous() or not _is_dense(tensor.shape, tensor.stride()):
+        return None
+    return tuple(tensor.stride())
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for step, length in sorted((s, n) for s, n in zip(stride, shape, strict=True) if n != 1):
+        if step != expected:
+            return False
+        expected *= length
+    return True
+
+
+def host_chunks(tensor: torch.Tensor, start: int, stop: int) -> Iterator[memoryview]:
+    """Yield the bytes of elements `start` to `stop` (row-major order) of a tensor.
+
+    A row-major tensor in host memory is not copied: the views alias it. Of any other, at most
+    CHUNK_BYTES are held at a time; such a view is valid until the next one is asked for.
+    """
+    if stop <= start:
+        return
+    carrier = _carrier(tensor)
+    if carrier.is_contiguous():
+        flat = carrier.reshape(-1)[start:stop]
+        if flat.device.type == "cpu":
+            yield from chunks_of(_bytes_view(flat), CHUNK_BYTES)
+            return
+    size = carrier.element_size()
+    for first, last in _ranges(start, stop, max(1, CHUNK_BYTES // size)):
+        yield _bytes_view(_gather(carrier, first, last).to("cpu"))
+
+
+def _ranges(start: int, stop: int, length: int) -> Iterator[tuple[int, int]]:
+    for first in range(start, stop, length):
+        yield first, min(first + length, stop)
+
+
+def _gather(carrier: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Elements first to last in row-major order, contiguous, without copying the whole tensor."""
+    if carrier.is_contiguous():
+        return carrier.reshape(-1)[first:last]
+    if carrier.dim() == 1:
+        return carrier[first:last].contiguous()
+    row = math.prod(carrier.shape[1:])
+    top, bottom = first // row, (last - 1) // row
+    if bottom == top:
+        return _gather(carrier[top], first - top * row, last - top * row)
+    if (bottom + 1 - top) * row <= 2 * (last - first):
+        rows = carrier[top : bottom + 1].contiguous().reshape(-1)
+        return rows[first - top * row : last - top * row]
+    middle = (top + 1) * row
+    return torch.cat([_gather(carrier, first, middle), _gather(carrier, middle, last)])
+
+
+def _bytes_view(flat: torch.Tensor) -> memoryview:
+    return flat.view(torch.uint8).numpy().data
+
+
+def empty_for(spec: TensorSpec) -> tuple[torch.Tensor, memoryview]:
+    """A new row-major host tensor as `spec` describes, with a writable view of its bytes.
+
+    Raises:
+        Unsupported: the dtype is not known, or host memory does not suffice.
+    """
+    dtype = dtype_of(spec.dtype)
+    try:
+        tensor = torch.empty(spec.shape, dtype=dtype)
+    except (RuntimeError, MemoryError) as error:
+        raise Unsupported(f"{spoken(spec.key)}: no room for {spec.nbytes:,} bytes") from error
+    return tensor, _bytes_view(_carrier(tensor).reshape(-1))
+
+
+def restrided(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The tensor in the memory order that `spec` keeps (itself if that is row-major)."""
+    stride = spec.stride
+    if stride is None or len(stride) != tensor.dim() or not _is_dense(spec.shape, stride):
+        return tensor
+    ordered = torch.empty_strided(spec.shape, stride, dtype=tensor.dtype)
+    _carrier(ordered).copy_(_carrier(tensor))
+    return ordered
+
+
+def write_into(live: torch.Tensor, source: torch.Tensor) -> bool:
+    """Copy the bits of `source` into `live` (same dtype and shape), keeping live's strides.
+
+    Returns False where `live` is expanded (several elements share memory) and `source` holds
+    different bits for them.
+    """
+    target, values = _in_place_carrier(live), _carrier(source)
+    for dim, (step, length) in enumerate(zip(target.stride(), target.shape, strict=True)):
+        if step == 0 and length > 1:
+            first = values.narrow(dim, 0, 1)
+            if not bool((values.view(torch.uint8) == first.view(torch.uint8)).all()):
+                return False
+            target, values = target.narrow(dim, 0, 1), first
+    target.copy_(values)
+    return True
+
+
+def _in_place_carrier(live: torch.Tensor) -> torch.Tensor:
+    return live.detach().view(_CARRIERS[live.element_size()])
+
+
+def same_memory(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """What two tensors have in common that are one tensor; None for a tensor without memory."""
+    if tensor.numel() == 0 or tensor.is_meta or tensor.layout != torch.strided:
+        return None
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, shape, stride)
+
+
+def bits_of(tensors: Mapping[str, torch.Tensor], key: str) -> bytes:
+    """All bytes of one tensor, row-major: for small tensors and for comparisons."""
+    tensor = tensors[key]
+    return b"".join(host_chunks(tensor, 0, tensor.numel()))

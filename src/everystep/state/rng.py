@@ -1,0 +1,97 @@
+"""Random number generators: Python, NumPy's global one, torch on the CPU and on every device."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from everystep.errors import LayoutMismatch
+
+Generator = random.Random | np.random.Generator | torch.Generator
+"""The generators a user may hand over as extras."""
+
+
+def global_state() -> dict[str, Any]:
+    """The state of all global generators as plain values; drawing nothing.
+
+    Accelerator generators are listed only where that accelerator has been used: before that they
+    have no state of their own.
+    """
+    state: dict[str, Any] = {
+        "python": _python_state(random.getstate()),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_global_state(state: dict[str, Any]) -> None:
+    """Put all global generators where `global_state` found them.
+
+    Raises:
+        LayoutMismatch: the state holds more accelerators than there are here.
+    """
+    devices = state.get("cuda", [])
+    if devices:
+        count = torch.cuda.device_count()
+        if count != len(devices):
+            raise LayoutMismatch(
+                "the number of visible CUDA devices differs, and each has a random state",
+                expected=len(devices),
+                found=count,
+                hint="make as many devices visible as there were when the step was stored",
+            )
+        torch.cuda.set_rng_state_all(devices)
+    random.setstate(_python_tuple(state["python"]))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+
+
+def same_global_state(before: dict[str, Any]) -> bool:
+    """Whether nothing has been drawn from the host's global generators since `before`."""
+    now = global_state()
+    return bool(
+        torch.equal(now["torch"], before["torch"])
+        and torch.equal(now["python"]["words"], before["python"]["words"])
+        and now["python"]["gauss"] == before["python"]["gauss"]
+        and np.array_equal(now["numpy"]["state"]["key"], before["numpy"]["state"]["key"])
+        and now["numpy"]["state"]["pos"] == before["numpy"]["state"]["pos"]
+    )
+
+
+def is_generator(thing: object) -> bool:
+    """Whether a user's extra is a generator, which has no `state_dict`."""
+    return isinstance(thing, random.Random | np.random.Generator | torch.Generator)
+
+
+def generator_state(generator: Generator) -> Any:
+    """The state of one generator as plain values."""
+    if isinstance(generator, random.Random):
+        return _python_state(generator.getstate())
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def set_generator_state(generator: Generator, state: Any) -> None:
+    """Put a generator where `generator_state` found it."""
+    if isinstance(generator, random.Random):
+        generator.setstate(_python_tuple(state))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _python_state(state: tuple[Any, ...]) -> dict[str, Any]:
+    version, words, gauss = state
+    return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
+
+
+def _python_tuple(state: dict[str, Any]) -> tuple[Any, ...]:
+    return state["version"], tuple(state["words"].tolist()), state["gauss"]

@@ -1,0 +1,107 @@
+"""The interface between the store and the place that keeps its bytes, with its laws.
+
+Names are relative, with `/` between parts; directories are not things, and appear and vanish with
+the files in them. All failures are raised as `everystep.errors.StoreError` or one of its kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+from everystep.types import Buffer
+
+
+class Abilities(NamedTuple):
+    """What a backend can do, as facts to branch on."""
+
+    location: str
+    """Where it is, for people."""
+    locks: bool
+    """Whether `lock` keeps other hosts and processes out."""
+
+
+class Entry(NamedTuple):
+    """One file."""
+
+    name: str
+    nbytes: int
+
+
+class NewFile(NamedTuple):
+    """A file to be written."""
+
+    name: str
+    nbytes: int
+    parts: Iterable[Buffer]
+    """The bytes in order, `nbytes` in all; each part is used before the next is asked for."""
+
+
+class Backend(Protocol):
+    """Seven verbs. Any thread may call any of them; only `lock` waits for others."""
+
+    @property
+    def abilities(self) -> Abilities:
+        """Facts about this backend; constant."""
+        ...
+
+    def put(self, files: Sequence[NewFile]) -> None:
+        """Write files. When it returns, all are durable under their names.
+
+        Each appears whole or not at all, but a crash may leave some of them and not others: what
+        makes the others valid is put by a later call. A file that exists is replaced.
+
+        Raises:
+            StoreFull: no space or quota; none of the files that were not yet complete appears.
+            StoreFailed: any other refusal.
+        """
+        ...
+
+    def read(self, name: str, into: memoryview, offset: int) -> None:
+        """Fill a writable byte view from `offset` of a file. Idempotent.
+
+        Raises:
+            Missing: there is no such file.
+            Damaged: it ends before the view is full.
+            StoreFailed: any other refusal.
+        """
+        ...
+
+    def size(self, name: str) -> int:
+        """The length of a file in bytes.
+
+        Raises:
+            Missing: there is no such file.
+        """
+        ...
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        """All files whose name is below `prefix/` (all, where it is empty), in no given order.
+        Links and special files are not listed. Nothing there is an empty list."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Remove a file, durably. What is not there is no error.
+
+        Raises:
+            StoreFailed: the store refused.
+        """
+        ...
+
+    def move(self, name: str, to: str) -> None:
+        """Give a file another name, durably, replacing what has it.
+
+        Raises:
+            Missing: there is no such file.
+        """
+        ...
+
+    def lock(self, name: str, slot: int) -> AbstractContextManager[None]:
+        """Own a slot of a lock file while the context lasts. Ends with the process at the latest;
+        a slot that a dead process held is free. Waits a few seconds for one that is held.
+
+        Raises:
+            RunBusy: a live process, this one included, holds it.
+        """
+        ...

@@ -1,0 +1,260 @@
+"""A directory as a backend."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from everystep.errors import Damaged, Missing, RunBusy, StoreFailed, StoreFull
+from everystep.store import durable
+from everystep.store.backend import Abilities, Entry, NewFile
+
+LOCK_PATIENCE_S = 5.0
+"""How long to wait for a slot: a killed process may still be on its way out."""
+
+_PART = re.compile(r"[A-Za-z0-9_%@=+-][A-Za-z0-9_%@=+.-]{0,240}")
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_HINTS = {
+    errno.EROFS: "mount the file system for writing, or choose another directory",
+    errno.EACCES: "give this user the right to write there, or choose another directory",
+    errno.EPERM: "give this user the right to write there, or choose another directory",
+    errno.EIO: "look at the disk: the system log says more",
+    errno.ENOTDIR: "choose another directory: something on this path is a file",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+}
+
+
+@contextlib.contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """Turn what the operating system says into our words, once, here."""
+    try:
+        yield
+    except OSError as error:
+        number = error.errno or 0
+        text = os.strerror(number).lower() if number else str(error)
+        if number in _NO_SPACE:
+            raise StoreFull(
+                text, path=path, hint="free some space; the next step tries again"
+            ) from error
+        if number == errno.ENOENT:
+            raise Missing("is not there", path=path) from error
+        raise StoreFailed(text, path=path, hint=_HINTS.get(number)) from error
+
+
+class LocalBackend:
+    """Files below one directory, which must exist. See `Backend` for the laws."""
+
+    def __init__(self, root: Path, calls: durable.SystemCalls | None = None) -> None:
+        self._root = Path(os.path.abspath(root))
+        self._calls = calls or durable.SystemCalls()
+        self._tag = f"{os.getpid():x}-{secrets.token_hex(4)}"
+
+    @property
+    def abilities(self) -> Abilities:
+        """A directory has locks where its file system has them."""
+        return Abilities(location=str(self._root), locks=True)
+
+    def _path(self, name: str) -> Path:
+        """Where a name lies; refuses names and links that lead out of the directory."""
+        parts = name.split("/")
+        path = self._root
+        for part in parts:
+            if not _PART.fullmatch(part):
+                raise StoreFailed("is not a name that a store uses", path=name)
+            if path is not self._root and path.is_symlink():
+                raise StoreFailed("is a link, and a store has none", path=path)
+            path = path / part
+        return path
+
+    def put(self, files: Sequence[NewFile]) -> None:
+        """See `Backend.put`. All files are written and fsynced, then renamed in their order."""
+        ready: list[tuple[Path, Path]] = []
+        try:
+            for file in files:
+                path = self._path(file.name)
+                with translated(path):
+                    durable.make_directories(self._root, path.parent, self._calls)
+                    temporary = durable.write_new(
+                        path, file.nbytes, file.parts, self._tag, self._calls
+                    )
+                ready.append((temporary, path))
+            while ready:
+                temporary, path = ready[0]
+                with translated(path):
+                    self._calls.rename(temporary, path)
+                ready.pop(0)
+            for directory in {self._path(file.name).parent for file in files}:
+                with translated(directory):
+                    self._calls.sync_directory(directory)
+        finally:
+            for temporary, _ in ready:
+                with contextlib.suppress(OSError):
+                    self._calls.unlink(temporary)
+
+    def read(self, name: str, into: memoryview, offset: int) -> None:
+        """See `Backend.read`."""
+        path = self._path(name)
+        with translated(path):
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                while into:
+                    taken = os.preadv(fd, [into[: 16 << 20]], offset)
+                    if taken == 0:
+                        raise Damaged("the file ends too early", path=path, at=offset)
+                    into, offset = into[taken:], offset + taken
+            finally:
+                os.close(fd)
+
+    def size(self, name: str) -> int:
+        """See `Backend.size`."""
+        path = self._path(name)
+        with translated(path):
+            return os.lstat(path).st_size
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        """See `Backend.list`."""
+        top = self._path(prefix) if prefix else self._root
+        pending = [(top, prefix + "/" if prefix else "")]
+        while pending:
+            directory, before = pending.pop()
+            try:
+                with translated(directory), os.scandir(directory) as found:
+                    entries = [(entry, _size_of(entry)) for entry in found]
+            except Missing:
+                continue  # nothing there, or removed while we looked
+            for entry, nbytes in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append((Path(entry.path), f"{before}{entry.name}/"))
+                elif nbytes is not None:
+                    yield Entry(before + entry.name, nbytes)
+
+    def delete(self, name: str) -> None:
+        """See `Backend.delete`. Directories that become empty go too."""
+        path = self._path(name)
+        with contextlib.suppress(Missing), translated(path):
+            self._calls.unlink(path)
+            self._calls.sync_directory(path.parent)
+            self._remove_empty(path.parent)
+
+    def _remove_empty(self, directory: Path) -> None:
+        while directory != self._root:
+            try:
+                self._calls.remove_directory(directory)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                    return
+                raise
+            directory = directory.parent
+
+    def move(self, name: str, to: str) -> None:
+        """See `Backend.move`."""
+        source, target = self._path(name), self._path(to)
+        with translated(source):
+            durable.make_directories(self._root, target.parent, self._calls)
+            self._calls.rename(source, target)
+            for directory in {source.parent, target.parent}:
+                self._calls.sync_directory(directory)
+
+    def sweep(self) -> None:
+        """Remove temporary files that dead processes have left. Call it while owning the run."""
+        for path in durable.temporaries(self._root):
+            if self._tag not in path.name:
+                with contextlib.suppress(OSError):
+                    self._calls.unlink(path)
+
+    @contextlib.contextmanager
+    def lock(self, name: str, slot: int) -> Iterator[None]:
+        """See `Backend.lock`. A POSIX record lock on byte `slot`: it does not pass to forked
+        children, and no other descriptor of the file may be opened in this process, so the lock
+        file stays empty and is never read."""
+        path = self._path(name)
+        with _held_here(path, slot):
+            with translated(path):
+                durable.make_directories(self._root, path.parent, self._calls)
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            try:
+                with translated(path):
+                    _acquire(fd, slot, path)
+                yield
+            finally:
+                os.close(fd)
+
+
+def _size_of(entry: os.DirEntry[str]) -> int | None:
+    """Length of a regular file; None for anything else, and for what has just been removed."""
+    try:
+        regular = entry.is_file(follow_symlinks=False)
+        return entry.stat(follow_symlinks=False).st_size if regular else None
+    except FileNotFoundError:
+        return None
+
+
+_owned: dict[tuple[str, int], int] = {}
+_owned_guard = threading.Lock()
+
+
+@contextlib.contextmanager
+def _held_here(path: Path, slot: int) -> Iterator[None]:
+    """Record locks do not keep a process out of its own, so this table does."""
+    key = (os.path.realpath(path), slot)
+    with _owned_guard:
+        if _owned.get(key) == os.getpid():
+            raise RunBusy(
+                "this process already has a Checkpointer on this run",
+                path=path.parent,
+                hint="close() it first, or use another directory",
+            )
+        _owned[key] = os.getpid()
+    try:
+        yield
+    finally:
+        with _owned_guard:
+            _owned.pop(key, None)
+
+
+def _acquire(fd: int, slot: int, path: Path) -> None:
+    deadline = time.monotonic() + LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, slot)
+            return
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() > deadline:
+                raise RunBusy(
+                    f"{_holder(fd, slot)} is using this run",
+                    path=path.parent,
+                    rank=slot,
+                    hint="wait until it ends, stop it, or use another directory",
+                ) from None
+            time.sleep(0.05)
+
+
+def _holder(fd: int, slot: int) -> str:
+    """Who holds the lock on a byte, as far as the kernel knows (`struct flock`, 64-bit Linux)."""
+    query = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, slot, 1, 0)
+    try:
+        answer = struct.unpack("hhqqi4x", fcntl.fcntl(fd, fcntl.F_GETLK, query))
+    except (OSError, struct.error):
+        return "another process"
+    return f"process {answer[4]}" if answer[4] > 0 else "a process on another host"
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a directory; anything else under that name is an error.
+
+    Raises:
+        StoreFailed: the name is a file, or cannot be looked at.
+    """
+    with translated(path):
+        if not path.is_dir() and os.path.lexists(path):
+            raise StoreFailed("is not a directory", path=path, hint="choose another directory")
+        return path.is_dir()

@@ -1,0 +1,263 @@
+"""Find the bytes of one rank's tensors among all ranks' files of a step, and read them, proving
+each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import xxhash
+
+from everystep.errors import Damaged, ReplicasDiffer
+from everystep.store import format as fmt
+from everystep.store import tensorfile
+from everystep.store.backend import Backend
+from everystep.store.format import RankRecord, StoredPiece, StoredTensor
+from everystep.store.run import StepEntry
+from everystep.store.tensorfile import Slot
+from everystep.types import TensorSpec, item_bytes, spoken
+
+_CHUNK_BYTES = 4 << 20
+_READERS = 4
+
+
+class Located(NamedTuple):
+    """Where the elements of one tensor lie."""
+
+    tensor: StoredTensor
+    parts: list[tuple[int, StoredPiece]]
+    """(rank, piece), in the order of their elements, without gaps."""
+
+
+class _Job(NamedTuple):
+    """One stretch of a file to read into one stretch of memory."""
+
+    name: str
+    offset: int
+    into: memoryview
+    piece: StoredPiece
+
+
+def locate(records: Mapping[int, RankRecord], rank: int) -> list[Located]:
+    """Where each tensor of a rank lies. Pure.
+
+    Args:
+        records: the records of all ranks of the step.
+        rank: whose tensors.
+
+    Raises:
+        ReplicasDiffer: ranks hashed a tensor that they must hold alike to different values.
+        Damaged: elements of a tensor are in no file.
+    """
+    by_key: dict[str, list[tuple[int, StoredPiece]]] = {}
+    for owner, record in records.items():
+        for piece in record.pieces:
+            by_key.setdefault(piece.piece.key, []).append((owner, piece))
+    differing = _first_difference(records, rank)
+    if differing is not None:
+        raise differing
+    located = []
+    for tensor in records[rank].tensors:
+        candidates = by_key.get(tensor.spec.key, [])
+        own = [(owner, piece) for owner, piece in candidates if owner == rank]
+        parts = own if _covers(own, tensor.spec) else sorted(candidates, key=_start)
+        if not (tensor.spec.replicated or parts is own) or not _covers(parts, tensor.spec):
+            raise Damaged(f"{spoken(tensor.spec.key)}: not all of it is in the files", rank=rank)
+        located.append(Located(tensor, parts))
+    return located
+
+
+def _first_difference(records: Mapping[int, RankRecord], rank: int) -> ReplicasDiffer | None:
+    mine = {t.spec.key: t.xxh3_128 for t in records[rank].tensors if t.spec.replicated}
+    for other, record in records.items():
+        for tensor in record.tensors:
+            known = mine.get(tensor.spec.key)
+            if tensor.spec.replicated and known is not None and known != tensor.xxh3_128:
+                return ReplicasDiffer(
+                    f"{spoken(tensor.spec.key)} has other bits on rank {other}",
+                    rank=rank,
+                    expected=known,
+                    found=tensor.xxh3_128,
+                )
+    return None
+
+
+def _start(part: tuple[int, StoredPiece]) -> int:
+    return part[1].piece.start
+
+
+def _covers(parts: Sequence[tuple[int, StoredPiece]], spec: TensorSpec) -> bool:
+    end = 0
+    for _, stored in parts:
+        if stored.piece.start != end or stored.piece.stop < end:
+            return False
+        end = stored.piece.stop
+    return bool(parts) and end == spec.elements
+
+
+class StepReader:
+    """Reads the tensors of one complete step. Headers are read and checked once."""
+
+    def __init__(self, backend: Backend, entry: StepEntry, records: Mapping[int, RankRecord]):
+        self._backend, self._entry, self._records = backend, entry, records
+        self._directory = fmt.step_directory(entry.ref)
+        self._slots: dict[str, dict[str, Slot]] = {}
+
+    def read(
+        self,
+        located: Sequence[Located],
+        buffer_for: Callable[[TensorSpec], memoryview],
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Fill a buffer for each tensor; every byte is hashed and compared as it is read.
+
+        Args:
+            located: what to read, from `locate`.
+            buffer_for: gives a writable view of exactly `spec.nbytes`; called in order, from this
+                thread, before any byte is read.
+            progress: called with the number of bytes just read, from any thread.
+
+        Raises:
+            Damaged: a hash differs; names the tensor and its place in the file.
+            Missing: a file is gone.
+            StoreFailed: the store refused.
+        """
+        jobs, split = self._jobs(located, buffer_for)
+        jobs.sort(key=lambda job: (job.name, job.offset))
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="everystep-read") as pool:
+            results = [pool.submit(self._read_piece, job, progress) for job in jobs]
+            try:
+                for result in results:
+                    result.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        for tensor, view in split:
+            if fmt.digest(view) != tensor.xxh3_128:
+                raise Damaged(f"{spoken(tensor.spec.key)}: its pieces make another tensor")
+
+    def _jobs(
+        self, located: Sequence[Located], buffer_for: Callable[[TensorSpec], memoryview]
+    ) -> tuple[list[_Job], list[tuple[StoredTensor, memoryview]]]:
+        jobs: list[_Job] = []
+        split: list[tuple[StoredTensor, memoryview]] = []
+        for tensor, parts in located:
+            slots = [self._slot(rank, stored, tensor.spec) for rank, stored in parts]
+            view = buffer_for(tensor.spec)
+            size = item_bytes(tensor.spec.dtype) or 1
+            for (name, offset), (_, stored) in zip(slots, parts, strict=True):
+                into = view[stored.piece.start * size : stored.piece.stop * size]
+                jobs.append(_Job(name, offset, into, stored))
+            if len(parts) > 1:
+                split.append((tensor, view))
+        return jobs, split
+
+    def _slot(self, rank: int, stored: StoredPiece, spec: TensorSpec) -> tuple[str, int]:
+        """The file and offset of a piece, checked against the file's own header."""
+        name, slots = self.open_file(rank, stored.file)
+        slot = slots.get(stored.name)
+        count = stored.piece.stop - stored.piece.start
+        shape = spec.shape if count == spec.elements else (count,)
+        if slot is None or (slot.code, slot.shape) != tensorfile.stored_form(spec.dtype, shape):
+            raise Damaged(f"{spoken(spec.key)}: the file does not hold it as recorded", path=name)
+        return name, self._records[rank].files[stored.file].header_bytes + slot.start
+
+    def open_file(self, rank: int, index: int) -> tuple[str, dict[str, Slot]]:
+        """The name of a rank's data file, and what is in it; checked when it is first asked for.
+
+        Raises:
+            Damaged: length, header hash or header are not as recorded.
+            Missing: the file is gone.
+        """
+        files = self._records[rank].files
+        if not 0 <= index < len(files):
+            raise Damaged(f"a piece is in file {index} of {len(files)}", rank=rank)
+        name = f"{self._directory}/{files[index].name}"
+        if name not in self._slots:
+            slots = _open_data_file(self._backend, name, files[index])
+            self._slots[name] = {slot.name: slot for slot in slots}
+        return name, self._slots[name]
+
+    def check_piece(
+        self,
+        rank: int,
+        stored: StoredPiece,
+        spec: TensorSpec,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Read one piece and compare its hash, keeping nothing.
+
+        Raises:
+            Damaged: the hash differs; says where.
+        """
+        name, offset = self._slot(rank, stored, spec)
+        nbytes = (stored.piece.stop - stored.piece.start) * (item_bytes(spec.dtype) or 1)
+        scratch = memoryview(bytearray(min(nbytes, _CHUNK_BYTES)))
+        stretches = _stretches(nbytes)
+        self._prove(name, offset, stored, ((s, scratch[:n]) for s, n in stretches), progress)
+
+    def _read_piece(self, job: _Job, progress: Callable[[int], None] | None) -> None:
+        stretches = _stretches(len(job.into))
+        views = ((start, job.into[start : start + length]) for start, length in stretches)
+        self._prove(job.name, job.offset, job.piece, views, progress)
+
+    def _prove(
+        self,
+        name: str,
+        offset: int,
+        stored: StoredPiece,
+        views: Iterable[tuple[int, memoryview]],
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        """Fill views (each at its start in the piece) from a file, and compare the hash of all."""
+        state = xxhash.xxh3_128()
+        end = offset
+        for start, view in views:
+            self._backend.read(name, view, offset + start)
+            state.update(view)
+            end = offset + start + len(view)
+            if progress is not None:
+                progress(len(view))
+        found = state.hexdigest()
+        if found != stored.xxh3_128:
+            raise Damaged(
+                f"{spoken(stored.piece.key)}: hash of bytes {offset:,} to {end:,} differs",
+                step=self._entry.ref,
+                path=name,
+                at=offset,
+                expected=stored.xxh3_128,
+                found=found,
+            )
+
+
+def _stretches(nbytes: int) -> Iterator[tuple[int, int]]:
+    """(start, length) of what is read at a time."""
+    for start in range(0, nbytes, _CHUNK_BYTES):
+        yield start, min(_CHUNK_BYTES, nbytes - start)
+
+
+def _open_data_file(backend: Backend, name: str, file: fmt.DataFile) -> list[Slot]:
+    """Check a data file's length and header, and return what it holds.
+
+    Raises:
+        Damaged: length, header hash or header are not as recorded.
+        Missing: the file is gone.
+    """
+    actual = backend.size(name)
+    if actual != file.nbytes:
+        raise Damaged(
+            "length", path=name, at=min(actual, file.nbytes), expected=file.nbytes, found=actual
+        )
+    first = bytearray(min(8, actual))
+    backend.read(name, memoryview(first), 0)
+    length = tensorfile.header_length(bytes(first), actual, name)
+    if length != file.header_bytes:
+        raise Damaged("header length", path=name, at=0, expected=file.header_bytes, found=length)
+    header = bytearray(length)
+    backend.read(name, memoryview(header), 0)
+    found = fmt.digest(header)
+    if found != file.header_xxh3_128:
+        expected = file.header_xxh3_128
+        raise Damaged("header hash differs", path=name, at=0, expected=expected, found=found)
+    return tensorfile.decode_header(bytes(header), actual, name)

@@ -1,0 +1,165 @@
+"""Which steps may go: a pure decision from a listing and a policy, and the loop that acts on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from everystep.errors import StoreError, UsageError
+from everystep.store.format import PartName
+from everystep.store.run import Run, StepEntry
+from everystep.types import StepRef
+
+
+class Retention(Struct, frozen=True, kw_only=True):
+    """Which full checkpoints to keep. A step is kept if any rule keeps it; the newest complete
+    step, the step that the run was resumed from and the steps that timelines fork from are kept
+    always. `Retention(keep_last=None)` without another rule keeps everything.
+
+    Raises:
+        UsageError: a number below 1, or an unknown `best`.
+    """
+
+    keep_last: int | None = 3
+    """The newest so many steps. None: no such rule."""
+    keep_every: int | None = None
+    """Steps whose number is a multiple of this. None: no such rule."""
+    keep_best: str | None = None
+    """The name of a metric given to `step()`: the best `best_count` steps by it, as rank 0 saw
+    it. NaN is never best. None: no such rule."""
+    best: Literal["min", "max"] = "min"
+    """Whether small or large values of `keep_best` are good."""
+    best_count: int = 1
+    """How many steps `keep_best` keeps."""
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_every", "best_count"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"Retention({name}={value!r}): not a number of steps from 1 on")
+        if self.best not in ("min", "max"):
+            raise UsageError(f"Retention(best={self.best!r}): neither 'min' nor 'max'")
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no rule is set."""
+        return self.keep_last is None and self.keep_every is None and self.keep_best is None
+
+
+def plan_retention(
+    entries: Iterable[StepEntry],
+    policy: Retention,
+    metrics: Mapping[StepRef, float],
+    pinned: Collection[StepRef],
+) -> list[StepEntry]:
+    """Which writings of steps may go. Pure.
+
+    Everything before the newest complete step that no rule keeps: complete steps, steps that
+    never became complete, and older writings of a step that was written again. Nothing after the
+    newest complete step is touched: it may be on its way.
+
+    Args:
+        entries: those of one timeline.
+        policy: the rules.
+        metrics: the value of `policy.keep_best` by step, where it is known.
+        pinned: steps to keep whatever the rules say.
+    """
+    entries = list(entries)
+    complete = {
+        entry.ref: entry for entry in sorted(entries, key=lambda e: e.session) if entry.complete
+    }
+    if policy.keeps_all or not complete:
+        return []
+    steps = sorted(complete, key=lambda ref: ref.step)
+    newest = steps[-1]
+    kept = {newest, *pinned}
+    if policy.keep_last is not None:
+        kept.update(steps[-policy.keep_last :])
+    if policy.keep_every is not None:
+        kept.update(ref for ref in steps if ref.step % policy.keep_every == 0)
+    if policy.keep_best is not None:
+        kept.update(_best(steps, policy, metrics))
+    return [
+        entry
+        for entry in entries
+        if entry.ref.step <= newest.step
+        and not (entry.ref in kept and complete.get(entry.ref) is entry)
+        and not (entry.ref == newest and entry.session >= complete[newest].session)
+    ]
+
+
+def _best(
+    steps: Sequence[StepRef], policy: Retention, metrics: Mapping[StepRef, float]
+) -> list[StepRef]:
+    known = [ref for ref in steps if not math.isnan(metrics.get(ref, math.nan))]
+    sign = 1 if policy.best == "min" else -1
+    return sorted(known, key=lambda ref: (sign * metrics[ref], -ref.step))[: policy.best_count]
+
+
+class Upkeep:
+    """What one rank does after each of its steps: see which steps have become complete, and
+    remove its own files of those that may go. It touches no other rank's and no other timeline's.
+    """
+
+    def __init__(
+        self, run: Run, policy: Retention, rank: int, known: Iterable[StepEntry],
+        pinned: Collection[StepRef],
+    ) -> None:  # fmt: skip
+        self._run, self._policy, self._rank = run, policy, rank
+        self._known: dict[tuple[StepRef, int], StepEntry] = {(e.ref, e.session): e for e in known}
+        self._open: dict[StepRef, int] = {}
+        self._metrics: dict[StepRef, float] = {}
+        self._pinned = set(pinned)
+
+    def after_step(self, ref: StepRef, session: int) -> list[StepEntry]:
+        """Note a step that this rank has just stored; returns the entries of steps that are not
+        yet complete, or cannot become so, oldest first.
+
+        Raises:
+            StoreError: a file could not be looked at or removed; the next call tries again.
+        """
+        self._open[ref] = session
+        for open_ref in sorted(self._open):
+            for found in self._run.entries(open_ref):
+                if found.session == self._open[open_ref]:
+                    self._known[open_ref, found.session] = found
+        for open_ref, open_session in list(self._open.items()):
+            entry = self._known.get((open_ref, open_session))
+            if entry is not None and entry.complete:
+                del self._open[open_ref]
+        if not self._policy.keeps_all:
+            self._remove()
+        waiting = (self._known.get((r, s)) for r, s in sorted(self._open.items()))
+        return [entry for entry in waiting if entry is not None]
+
+    def _remove(self) -> None:
+        self._read_metrics()
+        plan = plan_retention(self._known.values(), self._policy, self._metrics, self._pinned)
+        for entry in plan:
+            if self._rank < entry.world_size:
+                stem = PartName(entry.session, self._rank, entry.world_size, "").stem
+                self._run.delete_part(entry.ref, stem)
+            del self._known[entry.ref, entry.session]
+            self._open.pop(entry.ref, None)
+            self._metrics.pop(entry.ref, None)
+
+    def _read_metrics(self) -> None:
+        """All ranks decide by rank 0's value, so that they keep the same steps."""
+        name = self._policy.keep_best
+        if name is None:
+            return
+        for entry in self._known.values():
+            if entry.complete and entry.ref not in self._metrics:
+                self._metrics[entry.ref] = metric_of(self._run, entry, name)
+
+
+def metric_of(run: Run, entry: StepEntry, name: str) -> float:
+    """A metric of a step as rank 0 recorded it; NaN where there is none or it cannot be read."""
+    try:
+        value = run.record(entry, 0).metrics.get(name)
+    except StoreError:
+        return math.nan
+    return float(value) if isinstance(value, int | float) else math.nan

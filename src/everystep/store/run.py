@@ -1,0 +1,406 @@
+"""A run directory: its identity, timelines and sessions, and one scan that lists its steps."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from msgspec import Struct
+
+from everystep.errors import Damaged, Missing, NotARun, NothingToRestore
+from everystep.store import durable
+from everystep.store import format as fmt
+from everystep.store.backend import Backend, Entry, NewFile
+from everystep.store.format import (
+    PartName,
+    RankRecord,
+    RunRecord,
+    SessionRecord,
+    TimelineRecord,
+)
+from everystep.store.local import LocalBackend, exists
+from everystep.types import MAIN, StepRef, is_timeline
+
+_log = logging.getLogger("everystep")
+
+SET_ASIDE = "damaged"
+"""Where files of a step that failed its proof are moved, below the run."""
+
+_Record = TypeVar("_Record", RunRecord, TimelineRecord, SessionRecord, RankRecord)
+
+
+class StepEntry(Struct, frozen=True, kw_only=True):
+    """What the names of files say about one writing of one step."""
+
+    ref: StepRef
+    session: int
+    world_size: int
+    parts: tuple[PartName, ...]
+    """The ranks whose record is there, in order."""
+    nbytes: int
+    """Of all files, records included."""
+
+    @property
+    def complete(self) -> bool:
+        """Every rank's part is there, and their replicas agree."""
+        return len(self.parts) == self.world_size and not self.diverged
+
+    @property
+    def diverged(self) -> bool:
+        """Ranks hold different bits of what they must hold alike."""
+        return len({part.replica for part in self.parts}) > 1
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        """The ranks whose record is not there."""
+        there = {part.rank for part in self.parts}
+        return [rank for rank in range(self.world_size) if rank not in there]
+
+
+class Listing(Struct, frozen=True, kw_only=True):
+    """One scan of a run: everything that decisions are made from."""
+
+    steps: tuple[StepEntry, ...]
+    """By timeline, step and session; complete or not."""
+    timelines: Mapping[str, TimelineRecord]
+    sessions: tuple[SessionRecord, ...]
+    """By number."""
+    loose: tuple[tuple[StepRef, str], ...] = ()
+    """(step, stem) of parts that have data files and no record: being written, or given up."""
+    strangers: tuple[str, ...] = ()
+    """Names that are not ours, and temporary files."""
+    damages: tuple[Damaged, ...] = ()
+    """Records of timelines and sessions that cannot be read."""
+
+    def complete(self) -> dict[StepRef, StepEntry]:
+        """The newest complete writing of each step."""
+        return {entry.ref: entry for entry in self.steps if entry.complete}
+
+    def current_timeline(self) -> str:
+        """The one that the newest session writes; seen by its steps if its record is damaged."""
+        by_session = {entry.session: entry.ref.timeline for entry in self.steps}
+        by_session |= {session.session: session.timeline for session in self.sessions}
+        return by_session[max(by_session)] if by_session else MAIN
+
+    def line(self, timeline: str) -> list[StepEntry]:
+        """Complete steps that lead up to and along a timeline, oldest first.
+
+        Raises:
+            NothingToRestore: there is no such timeline.
+        """
+        complete = self.complete()
+        found: list[StepEntry] = []
+        limit: int | None = None
+        name: str | None = timeline
+        for _ in range(len(self.timelines) + 1):
+            if name is None:
+                break
+            if name not in self.timelines:
+                raise NothingToRestore(f"there is no timeline {name!r}")
+            found += [
+                entry
+                for ref, entry in complete.items()
+                if ref.timeline == name and (limit is None or ref.step <= limit)
+            ]
+            parent = self.timelines[name].parent
+            name, limit = (parent.timeline, parent.step) if parent else (None, None)
+        return sorted(found, key=lambda entry: entry.ref.step)
+
+
+class Run:
+    """A run directory that exists. Reading it needs no lock; writing is for its owner."""
+
+    def __init__(self, backend: Backend, record: RunRecord) -> None:
+        self.backend = backend
+        self.id = record.run
+        self._records: dict[str, Struct] = {}
+
+    @staticmethod
+    def open(path: str | os.PathLike[str]) -> Run:
+        """Open a run that is there.
+
+        Raises:
+            NotARun: the directory holds something else, or nothing.
+            Damaged: it is one, and its identity can be read nowhere.
+        """
+        root = Path(path)
+        if not exists(root):
+            raise NotARun("there is no such directory", path=root, hint="check the path")
+        backend = LocalBackend(root)
+        try:
+            return Run(backend, read_record(backend, fmt.RUN_FILE, RunRecord))
+        except (Missing, Damaged) as error:
+            record = _identity_from_sessions(backend)
+            if record is not None:
+                return Run(backend, record)
+            if isinstance(error, Damaged):
+                raise
+            problem = f"the directory has no {fmt.RUN_FILE}"
+            raise NotARun(problem, path=root, hint="check the path") from None
+
+    @staticmethod
+    def open_or_create(backend: Backend) -> Run:
+        """Open a run, or make one in a directory that is empty. For its owner, who also writes a
+        lost or damaged identity again.
+
+        Raises:
+            NotARun: the directory holds something else.
+            Damaged: it is a run, and its identity can be read nowhere.
+        """
+        try:
+            return Run(backend, read_record(backend, fmt.RUN_FILE, RunRecord))
+        except (Missing, Damaged) as error:
+            record = _identity_from_sessions(backend)
+            if record is None and isinstance(error, Damaged):
+                raise
+        if record is None:
+            _require_empty(backend)
+            record = RunRecord(run=secrets.token_hex(16), created=now())
+            write_record(backend, fmt.timeline_file(MAIN), TimelineRecord(name=MAIN, parent=None))
+        write_record(backend, fmt.RUN_FILE, record)
+        return Run(backend, record)
+
+    def listing(self) -> Listing:
+        """Scan the run. Complete steps are seen by the names of their records alone."""
+        files: dict[StepRef, list[Entry]] = {}
+        timelines: dict[str, TimelineRecord] = {}
+        sessions: list[SessionRecord] = []
+        strangers: list[str] = []
+        damages: list[Damaged] = []
+        for entry in self.backend.list(""):
+            name = entry.name
+            place = fmt.parse_step_path(name)
+            if place is not None and fmt.owner_of(place[1]) is not None:
+                files.setdefault(place[0], []).append(entry)
+                continue
+            try:
+                if name.startswith("timelines/") and name.endswith(".json"):
+                    timeline = self._cached(name, TimelineRecord)
+                    timelines[timeline.name] = timeline
+                elif name.startswith("sessions/") and name.endswith(".json"):
+                    sessions.append(self._cached(name, SessionRecord))
+                elif name not in (fmt.RUN_FILE, fmt.LOCK_FILE) and not is_set_aside(name):
+                    strangers.append(name)
+            except Damaged as damage:
+                damages.append(damage)
+        for ref in files:
+            if ref.timeline not in timelines:  # its record is lost; its name says the same
+                timelines[ref.timeline] = _timeline_from_name(ref.timeline)
+        found = [_entries(ref, entries) for ref, entries in files.items()]
+        return Listing(
+            steps=tuple(sorted((e for f in found for e in f[0]), key=lambda e: (e.ref, e.session))),
+            loose=tuple(sorted(part for f in found for part in f[1])),
+            timelines=timelines,
+            sessions=tuple(sorted(sessions, key=lambda session: session.session)),
+            strangers=tuple(sorted(strangers)),
+            damages=tuple(damages),
+        )
+
+    def _cached(self, name: str, kind: type[_Record]) -> _Record:
+        """A record that never changes once written."""
+        if name not in self._records:
+            self._records[name] = read_record(self.backend, name, kind)
+        return self._records[name]  # type: ignore[return-value]
+
+    def entries(self, ref: StepRef) -> list[StepEntry]:
+        """What is there of one step, without a scan of the run."""
+        return _entries(ref, list(self.backend.list(fmt.step_directory(ref))))[0]
+
+    def record(self, entry: StepEntry, rank: int) -> RankRecord:
+        """Read one rank's record of a step.
+
+        Raises:
+            Damaged: it is not what was written, or not of this run, step and rank.
+            Missing: it is not there.
+        """
+        part = next((part for part in entry.parts if part.rank == rank), None)
+        name = f"{fmt.step_directory(entry.ref)}/{part.marker if part else f'rank {rank}'}"
+        if part is None:
+            raise Missing("this rank has stored nothing", step=entry.ref, rank=rank)
+        record = read_record(self.backend, name, RankRecord)
+        expected = (self.id, entry.ref, part)
+        found_part = PartName(
+            record.session, record.rank, record.world_size, (record.replica_xxh3_128 or "")[:16]
+        )
+        found = (record.run, StepRef(record.timeline, record.step), found_part)
+        if found != expected:
+            raise Damaged("belongs elsewhere", path=name, expected=expected, found=found)
+        return record
+
+    def records(self, entry: StepEntry) -> dict[int, RankRecord]:
+        """All ranks' records of a step."""
+        return {part.rank: self.record(entry, part.rank) for part in entry.parts}
+
+    def part_files(self, ref: StepRef, part_stem: str) -> list[str]:
+        """All files of one rank's part of a step, its record first."""
+        directory = fmt.step_directory(ref)
+        names = [entry.name for entry in self.backend.list(directory)]
+        mine = [
+            n for n in names if n.rsplit("/", 1)[1].startswith((part_stem + ".", part_stem + "-"))
+        ]
+        return sorted(mine, key=lambda name: (not name.endswith(".json"), name))
+
+    def delete_part(self, ref: StepRef, part_stem: str) -> None:
+        """Remove one rank's part of a step: first the record, so that it ceases to exist."""
+        for name in self.part_files(ref, part_stem):
+            self.backend.delete(name)
+
+    def set_aside(self, entry: StepEntry) -> str:
+        """Move all files of a step that failed its proof out of the way, records first; returns
+        where they are."""
+        source = fmt.step_directory(entry.ref)
+        target = f"{SET_ASIDE}/{entry.ref.timeline}/{entry.ref.step:0{fmt.STEP_DIGITS}d}"
+        for part in entry.parts:
+            for name in self.part_files(entry.ref, part.stem):
+                self.backend.move(name, f"{target}/{name.removeprefix(source + '/')}")
+        return target
+
+    def clean_up(self) -> int:
+        """Remove what earlier sessions left unfinished; for the owner. Returns the number of the
+        next session.
+
+        A part of a step that is not complete can never become so once its session is over.
+        Replicas that differ are kept: they are whole, and evidence.
+        """
+        listing = self.listing()
+        for entry in listing.steps:
+            if not entry.complete and not entry.diverged:
+                for part in entry.parts:
+                    self.delete_part(entry.ref, part.stem)
+        for ref, stem in listing.loose:
+            self.delete_part(ref, stem)
+        names = [entry.name.rsplit("/", 1)[1] for entry in self.backend.list("sessions")]
+        numbers = [int(name[:-5]) for name in names if name[:-5].isdigit()]
+        return max([0, *numbers, *(entry.session for entry in listing.steps)]) + 1
+
+    def begin_session(
+        self,
+        number: int,
+        timeline: TimelineRecord,
+        world_size: int,
+        restored: StepRef | None,
+        versions: dict[str, str],
+    ) -> None:
+        """Record a start of training, and its timeline if that is new."""
+        name = fmt.timeline_file(timeline.name)
+        if not any(entry.name == name for entry in self.backend.list("timelines")):
+            write_record(self.backend, name, timeline)
+        session = SessionRecord(
+            run=self.id,
+            session=number,
+            timeline=timeline.name,
+            world_size=world_size,
+            restored=restored,
+            created=now(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            versions=versions,
+        )
+        write_record(self.backend, fmt.session_file(number), session)
+
+
+def _entries(ref: StepRef, files: list[Entry]) -> tuple[list[StepEntry], list[tuple[StepRef, str]]]:
+    """One step's files as entries, and the stems of parts that have no record."""
+    parts: dict[tuple[int, int], list[PartName]] = {}
+    nbytes: dict[str, int] = {}
+    stems: set[str] = set()
+    for name, length in files:
+        file = name.rsplit("/", 1)[1]
+        owner = fmt.owner_of(file)
+        if owner is None:
+            continue
+        stems.add(owner)
+        session = owner.split("-")[0]
+        nbytes[session] = nbytes.get(session, 0) + length
+        marker = fmt.parse_marker(file)
+        if marker is not None:
+            parts.setdefault((marker.session, marker.world_size), []).append(marker)
+            stems.discard(owner)
+    with_record = {part.stem for found in parts.values() for part in found}
+    entries = [
+        StepEntry(
+            ref=ref,
+            session=session,
+            world_size=world_size,
+            parts=tuple(sorted(found, key=lambda part: part.rank)),
+            nbytes=nbytes[f"s{session:06d}"],
+        )
+        for (session, world_size), found in parts.items()
+    ]
+    return entries, [(ref, stem) for stem in sorted(stems - with_record)]
+
+
+def _identity_from_sessions(backend: Backend) -> RunRecord | None:
+    """The identity of a run whose `run.json` is lost: every session's record repeats it."""
+    for entry in sorted(backend.list("sessions"), reverse=True):
+        try:
+            session = read_record(backend, entry.name, SessionRecord)
+        except Damaged:
+            continue
+        _log.warning("%s is lost or damaged; identity taken from %s", fmt.RUN_FILE, entry.name)
+        return RunRecord(run=session.run, created=session.created)
+    return None
+
+
+def _require_empty(backend: Backend) -> None:
+    ours = (fmt.LOCK_FILE, fmt.timeline_file(MAIN))  # a start that was cut off leaves these
+    strangers = [e.name for e in backend.list("") if e.name not in ours]
+    strangers = [name for name in strangers if not durable.is_temporary(name)]
+    if strangers:
+        raise NotARun(
+            f"the directory has no {fmt.RUN_FILE} and is not empty ({strangers[0]})",
+            path=backend.abilities.location,
+            hint="choose another directory, or restore the missing file from a copy",
+        )
+
+
+def _timeline_from_name(name: str) -> TimelineRecord:
+    parent, at, step = name.rpartition("@")
+    digits = step.split(".")[0]
+    forked = bool(at) and digits.isdigit() and is_timeline(parent)
+    return TimelineRecord(name=name, parent=StepRef(parent, int(digits)) if forked else None)
+
+
+def is_set_aside(name: str) -> bool:
+    """Whether a file belongs to a step that failed its proof."""
+    return name.startswith(SET_ASIDE + "/")
+
+
+def fork_name(listing: Listing, ref: StepRef) -> str:
+    """A new timeline's name: `main@900`, then `main@900.2`, …"""
+    base = f"{ref.timeline}@{ref.step}"
+    names = [base] + [f"{base}.{n}" for n in range(2, len(listing.timelines) + 3)]
+    name = next(n for n in names if n not in listing.timelines)
+    return name if is_timeline(name) else f"t{len(listing.timelines) + 1}"
+
+
+def read_record(backend: Backend, name: str, kind: type[_Record]) -> _Record:
+    """Read a framed JSON file.
+
+    Raises:
+        Missing: it is not there.
+        Damaged: it is not what was written.
+    """
+    length = backend.size(name)
+    if length > fmt.MAX_RECORD_BYTES:
+        raise Damaged("length", path=name, expected=f"<= {fmt.MAX_RECORD_BYTES:,}", found=length)
+    data = bytearray(length)
+    backend.read(name, memoryview(data), 0)
+    return fmt.decode_record(bytes(data), kind, name)
+
+
+def write_record(backend: Backend, name: str, record: Struct) -> None:
+    """Make a framed JSON file durable."""
+    data = fmt.encode_record(record)
+    backend.put([NewFile(name, len(data), [data])])
+
+
+def now() -> str:
+    """The time in UTC, for people."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -1,0 +1,133 @@
+"""Read every byte of a run and yield what is wrong, as records that other commands can use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from msgspec import Struct
+
+from everystep.errors import Damaged, EverystepError, StoreError
+from everystep.store import format as fmt
+from everystep.store.format import RankRecord, RunRecord
+from everystep.store.reading import StepReader, locate
+from everystep.store.run import Listing, Run, StepEntry, is_set_aside, read_record
+from everystep.types import StepRef
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """One thing that `verify` has to say."""
+
+    level: Literal["damage", "note"]
+    """`damage`: a step or record cannot be used as it is; `note`: nothing is lost."""
+    what: str
+    path: str | None = None
+    at: int | None = None
+    """The first byte concerned."""
+    step: StepRef | None = None
+    """The step that it costs."""
+    rank: int | None = None
+
+
+def verify_run(
+    run: Run, listing: Listing, progress: Callable[[int], None] | None = None
+) -> Iterator[Finding]:
+    """Check every file of a run: records by their own hash, data by the hashes in the records.
+
+    Memory: one buffer of the largest tensor at a time.
+
+    Args:
+        progress: called with the number of bytes just read.
+    """
+    try:
+        read_record(run.backend, fmt.RUN_FILE, RunRecord)
+    except StoreError as error:
+        yield _finding(error)
+    for damage in listing.damages:
+        yield _finding(damage)
+    for entry in listing.steps:
+        yield from verify_step(run, entry, progress)
+    for ref, stem in listing.loose:
+        yield Finding(
+            level="note", what="data without a record: being written, or given up",
+            path=f"{fmt.step_directory(ref)}/{stem}", step=ref,
+        )  # fmt: skip
+    for name in listing.strangers:
+        yield Finding(level="note", what="not a file of this run, or a temporary one", path=name)
+    aside = sorted(e.name for e in run.backend.list("") if is_set_aside(e.name))
+    if aside:
+        what = f"{len(aside)} files of steps that failed their proof were set aside"
+        yield Finding(level="note", what=what, path=aside[0])
+
+
+def verify_step(
+    run: Run, entry: StepEntry, progress: Callable[[int], None] | None = None
+) -> Iterator[Finding]:
+    """Check all ranks' files of one step."""
+    records: dict[int, RankRecord] = {}
+    for part in entry.parts:
+        try:
+            records[part.rank] = run.record(entry, part.rank)
+        except StoreError as error:
+            yield _finding(error, entry.ref, part.rank)
+    for rank, record in records.items():
+        for problem in _verify_part(run, entry, rank, record, progress):
+            yield _finding(problem, entry.ref, rank)
+    yield from _unnamed_files(run, entry, records)
+    if len(records) == entry.world_size:
+        for rank in records:
+            try:
+                locate(records, rank)
+            except EverystepError as error:
+                yield _finding(error, entry.ref, rank)
+    elif len(entry.parts) < entry.world_size:
+        missing = ", ".join(map(str, entry.missing_ranks))
+        yield Finding(level="note", what=f"incomplete: nothing of rank {missing}", step=entry.ref)
+
+
+def _verify_part(
+    run: Run,
+    entry: StepEntry,
+    rank: int,
+    record: RankRecord,
+    progress: Callable[[int], None] | None,
+) -> Iterator[EverystepError]:
+    """Read each piece that this rank has stored, by itself, so that all damage is found."""
+    specs = {tensor.spec.key: tensor.spec for tensor in record.tensors}
+    reader = StepReader(run.backend, entry, {rank: record})
+    unusable: set[int] = set()
+    for index in range(len(record.files)):
+        try:
+            reader.open_file(rank, index)
+        except StoreError as error:
+            unusable.add(index)
+            yield error
+    for stored in record.pieces:
+        if stored.file in unusable:
+            continue
+        try:
+            if stored.piece.key not in specs:
+                raise Damaged(f"{stored.piece.key}: stored, and not described")
+            reader.check_piece(rank, stored, specs[stored.piece.key], progress)
+        except StoreError as error:
+            yield error
+
+
+def _unnamed_files(run: Run, entry: StepEntry, records: dict[int, RankRecord]) -> Iterator[Finding]:
+    for rank, record in records.items():
+        part = next(part for part in entry.parts if part.rank == rank)
+        known = {part.marker} | {file.name for file in record.files}
+        for name in run.part_files(entry.ref, part.stem):
+            if name.rsplit("/", 1)[1] not in known:
+                what = "no record names this file"
+                yield Finding(level="note", what=what, path=name, step=entry.ref, rank=rank)
+
+
+def _finding(
+    error: EverystepError, step: StepRef | None = None, rank: int | None = None
+) -> Finding:
+    text = error.message
+    if error.expected is not None:
+        text += f" (expected {error.expected}, found {error.found})"
+    path = None if error.path is None else str(error.path)
+    return Finding(level="damage", what=text, path=path, at=error.at, step=step, rank=rank)

@@ -1,0 +1,87 @@
+"""What every test shares: a run directory, and the check that a test leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401  (before the first baseline: importing it starts and opens things once)
+
+from waiting import until
+
+_DEADLINE_S = 3.0
+
+
+def _descriptors() -> set[str]:
+    """Open descriptors as "number -> what it leads to"."""
+    tracker_fd = getattr(resource_tracker._resource_tracker, "_fd", None)
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue  # the descriptor of this very listing, or one that has just been closed
+        # multiprocessing keeps one tracker for the life of the process: its pipe has no other owner
+        if int(name) == tracker_fd:
+            continue
+        # a CUDA context lasts as long as the process: nothing can close the driver's descriptors
+        if target.startswith("/dev/nvidia"):
+            continue
+        found.add(f"descriptor {name} -> {target}")
+    return found
+
+
+def _threads() -> set[str]:
+    return {
+        f"thread {thread.name} ({thread.ident})"
+        for thread in threading.enumerate()
+        # a dummy stands for a native thread (torch's autograd) that once called into Python: it was
+        # not started from Python and cannot be joined from it
+        if not isinstance(thread, threading._DummyThread)
+    }
+
+
+def _children() -> set[str]:
+    """Child processes, dead ones that nobody has waited for included."""
+    tracker_pid = getattr(resource_tracker._resource_tracker, "_pid", None)
+    found = set()
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            stat = Path("/proc", name, "stat").read_text(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended since the listing
+        command, _, rest = stat.partition("(")[2].rpartition(")")
+        if int(rest.split()[1]) == os.getpid() and int(name) != tracker_pid:
+            found.add(f"process {name} ({command})")
+    return found
+
+
+def _open_things() -> set[str]:
+    return _descriptors() | _threads() | _children()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    """Fail a test after which a descriptor, a thread or a child process is there that was not."""
+    before = _open_things()
+    yield
+    if not _open_things() - before:
+        return
+    gc.collect()  # foreign iterators (a DataLoader's workers) end when they are collected
+    try:
+        until(lambda: not _open_things() - before, _DEADLINE_S, "what the test opened to be closed")
+    except TimeoutError:
+        pytest.fail("left open: " + "; ".join(sorted(_open_things() - before)), pytrace=False)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Where a run may be put; the folder does not exist yet."""
+    return tmp_path / "run"
