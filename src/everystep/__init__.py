@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from everystep.types import VERSION
+
 if TYPE_CHECKING:
     from everystep import errors
     from everystep.checkpointer import Checkpointer
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from everystep.store.retention import Retention
     from everystep.types import StepRef, StepStats
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "Checkpointer",

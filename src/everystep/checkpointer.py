@@ -6,7 +6,6 @@ import collections
 import contextlib
 import logging
 import os
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,12 +13,10 @@ from types import TracebackType
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-import everystep
 from everystep.errors import (
     EverystepError,
     NothingToRestore,
@@ -30,21 +27,18 @@ from everystep.errors import (
     TooManyFailedSteps,
     UsageError,
 )
-from everystep.planning.partition import share_of
 from everystep.recovery.agree import on_first_rank
 from everystep.recovery.plan import Plan, plan_restore
 from everystep.recovery.restore import require_fresh, restore
+from everystep.saving import Writer, encoded_metrics, save, versions
 from everystep.signals import SaveOnSignal, SignalHold
-from everystep.state import raw
-from everystep.state.capture import Objects, State, capture
+from everystep.state.capture import Objects, capture
 from everystep.state.ranks import Ranks
-from everystep.state.tree import Encoder
 from everystep.store import format as fmt
-from everystep.store.full import Part, Source, write_full
 from everystep.store.local import LocalBackend, translated
 from everystep.store.retention import Retention, Upkeep
-from everystep.store.run import Run, StepEntry, now
-from everystep.types import Json, Piece, StepRef, StepStats, TensorSpec, item_bytes
+from everystep.store.run import Run, StepEntry
+from everystep.types import Json, StepRef, StepStats
 
 _log = logging.getLogger("everystep")
 
@@ -155,6 +149,7 @@ class Checkpointer:
         asked = self._ranks.gather([None if step is None else str(step), required, strict])
         if any(other != asked[0] for other in asked):
             raise RanksDisagree("ranks called restore() differently", found=asked)
+        self._end_session()
         run = self._open_run()
         plan = self._plan(run, step)
         entry: StepEntry | None = None
@@ -204,7 +199,7 @@ class Checkpointer:
             self._backend.sweep()
             number = run.clean_up()
             size = self._ranks.world_size
-            run.begin_session(number, plan.timeline, size, restored, _versions())
+            run.begin_session(number, plan.timeline, size, restored, versions())
             return number
 
         number = on_first_rank(self._ranks, begin)
@@ -237,10 +232,11 @@ class Checkpointer:
         self._done += 1
         ref = StepRef(session.timeline, self._done)
         written_bytes, problem = 0, None
-        recorded = _encoded_metrics(metrics)
+        recorded = encoded_metrics(metrics)
+        writer = Writer(session.run.id, session.number, self._ranks, self._share_replicas)
         state = capture(self._objects, self._ranks.world_size)
         try:
-            written_bytes = self._store(session, ref, state, recorded)
+            written_bytes = save(self._backend, writer, ref, state, recorded)
         except StoreError as error:
             problem = error
         self._note(ref, started, written_bytes, problem)
@@ -258,30 +254,6 @@ class Checkpointer:
                 hint="call restore() before the first step(), or use another directory",
             )
         return self._begin(run, plan, None)
-
-    def _store(
-        self, session: _Session, ref: StepRef, state: State, metrics: dict[str, Json]
-    ) -> int:
-        part = Part(
-            ref=ref,
-            run=session.run.id,
-            session=session.number,
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
-            tree=state.tree,
-            metrics=metrics,
-            created=now(),
-            versions=_versions(),
-        )
-        sources = [self._source(held.tensor, held.spec) for held in state.held.values()]
-        pieces = _pieces([source.spec for source in sources], self._ranks)
-        record = write_full(self._backend, part, sources, pieces)
-        return sum(file.nbytes for file in record.files)
-
-    def _source(self, tensor: torch.Tensor, spec: TensorSpec) -> Source:
-        if spec.replicated and not (self._share_replicas and self._ranks.world_size > 1):
-            spec = msgspec.structs.replace(spec, replicated=False)
-        return Source(spec, lambda start, stop: raw.host_chunks(tensor, start, stop))
 
     def _note(
         self, ref: StepRef, started: float, written_bytes: int, problem: StoreError | None
@@ -339,6 +311,14 @@ class Checkpointer:
                 late[0].ref, ", ".join(map(str, late[0].missing_ranks)),
             )  # fmt: skip
 
+    def _end_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            try:
+                session.upkeep.close()
+            except StoreError as error:
+                _log.error("old checkpoints could not be removed: %s", error.headline())
+
     def steps(self) -> list[int]:
         """The steps that can be restored by number, on the current timeline and what led to it."""
         try:
@@ -355,8 +335,8 @@ class Checkpointer:
         return tuple(self._stats)
 
     def close(self) -> None:
-        """Give up the run. Everything is durable already; calling it twice is no error."""
-        self._session = None
+        """Give up the run. Every step is durable already; calling it twice is no error."""
+        self._end_session()
         self._owned.close()
 
     def __enter__(self) -> Checkpointer:
@@ -382,37 +362,3 @@ def _make_directory(path: Path) -> LocalBackend:
     with translated(path):
         path.mkdir(parents=True, exist_ok=True)
     return LocalBackend(path)
-
-
-def _pieces(specs: Sequence[TensorSpec], ranks: Ranks) -> list[Piece]:
-    """What this rank stores: all of its own tensors, and its share of the replicated ones."""
-    own = [Piece(spec.key, 0, spec.elements) for spec in specs if not spec.replicated]
-    shared = sorted((spec for spec in specs if spec.replicated), key=lambda spec: spec.key)
-    extents = share_of(
-        [spec.elements for spec in shared],
-        [item_bytes(spec.dtype) or 1 for spec in shared],
-        ranks.rank,
-        ranks.world_size,
-    )
-    return own + [Piece(shared[e.position].key, e.start, e.stop) for e in extents]
-
-
-def _encoded_metrics(metrics: Mapping[str, Any]) -> dict[str, Json]:
-    encoder = Encoder()
-    plain = {
-        name: value.item() if isinstance(value, torch.Tensor | np.generic) else value
-        for name, value in metrics.items()
-    }
-    for name, value in plain.items():
-        if type(value) not in (float, int, str, bool):
-            raise UsageError(f"step({name}={value!r}): not a number, string or one-element tensor")
-    return {name: encoder.encode(value, f"/metrics/{name}") for name, value in plain.items()}
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "everystep": everystep.__version__,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "numpy": np.__version__,
-    }

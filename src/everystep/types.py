@@ -10,6 +10,9 @@ from msgspec import Struct
 
 from everystep.errors import UsageError
 
+VERSION = "0.1.0"
+"""Of this library."""
+
 Json = Any
 """What `json.loads` returns: None, bool, int, float, str, list, dict with string keys."""
 
@@ -19,6 +22,8 @@ MAIN = "main"
 """The first timeline of every run."""
 
 _TIMELINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9@.]{0,99}")
+
+_STEP = re.compile(r"[0-9]{1,12}")
 
 _ITEM_BYTES: dict[str, int] = {
     "float64": 8,
@@ -83,7 +88,7 @@ class StepRef(Struct, frozen=True, order=True):
             UsageError: the text is not of this form.
         """
         timeline, colon, step = text.rpartition(":")
-        if not colon or not step.isascii() or not step.isdigit() or not is_timeline(timeline):
+        if not colon or not _STEP.fullmatch(step) or not is_timeline(timeline):
             raise UsageError(f"{text!r} is not a step", hint="write 900 or main:900")
         return StepRef(timeline, int(step))
 

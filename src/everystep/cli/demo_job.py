@@ -7,11 +7,13 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import sysconfig
 import time
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -135,6 +137,13 @@ def library_text() -> Tensor:
     return torch.frombuffer(text[:TEXT_BYTES], dtype=torch.uint8)
 
 
+def set_seed(seed: int) -> None:
+    """Start the global generators of Python, NumPy and torch alike in every run."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def live_hash(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Hash of the weights and moments in memory, taken without any help of everystep."""
     digest = hashlib.sha256()
@@ -147,9 +156,9 @@ def live_hash(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 def train(run: Path, journal: Journal, steps: int, seed: int) -> None:
     """Train to `steps` from wherever the checkpoints stand."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(seed)  # the same weights on all ranks
+    set_seed(seed)  # the same weights on all ranks
     model = DistributedDataParallel(GPT())
-    torch.manual_seed(seed + 1 + rank)  # other dropout on each
+    set_seed(seed + 1 + rank)  # other dropout on each
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
     loader = Loader(library_text(), rank, ranks, seed)

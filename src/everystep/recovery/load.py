@@ -13,10 +13,11 @@ import torch
 from everystep.errors import CannotRestore, Damaged, Missing, NothingToRestore, ReplicasDiffer
 from everystep.recovery.plan import plan_restore
 from everystep.recovery.restore import Proved, read_part
+from everystep.recovery.stream import Whole
 from everystep.state import raw
 from everystep.state.tree import Decoder
 from everystep.store.run import Run, StepEntry
-from everystep.types import Json, StepRef, TensorSpec, split_key
+from everystep.types import Json, StepRef, split_key
 
 _log = logging.getLogger("everystep")
 
@@ -105,11 +106,11 @@ def load(
         CannotRestore: no step can be proved.
     """
     opened = Run.open(run)
-    wanted = StepRef.parse(step) if isinstance(step, str) and ":" in step else step
-    wanted = int(wanted) if isinstance(wanted, str) and wanted.isdigit() else wanted
-    if isinstance(wanted, str):
-        wanted = StepRef.parse(wanted)
-    plan = plan_restore(opened.listing(), wanted)
+    listing = opened.listing()
+    if isinstance(step, str):
+        timeline = "" if ":" in step else listing.current_timeline() + ":"
+        step = StepRef.parse(timeline + step)
+    plan = plan_restore(listing, step)
     if not plan.candidates:
         raise NothingToRestore("the run has no complete step yet", path=run)
     reasons = []
@@ -146,8 +147,8 @@ def load_entry(
 
 
 def _metrics(stored: Mapping[str, Json]) -> dict[str, Any]:
-    decoded: dict[str, Any] = Decoder({}).decode(dict(stored))
-    return decoded
+    decoder = Decoder({})
+    return {name: decoder.decode(value) for name, value in stored.items()}
 
 
 def _whole_tensors(
@@ -158,28 +159,12 @@ def _whole_tensors(
     progress: Callable[[int], None] | None,
 ) -> dict[str, torch.Tensor]:
     """Put tensors that are sharded over the ranks together from all their parts."""
-    whole: dict[str, torch.Tensor] = {}
-    filled: dict[str, set[tuple[int, ...]]] = {}
+    whole: dict[str, Whole] = {}
     for part in _parts(run, entry, rank, own, progress):
         for key, spec in part.specs.items():
-            if spec.shard is None or key not in part.tensors:
-                continue
-            if key not in whole:
-                described = TensorSpec(
-                    key=key, dtype=spec.dtype, shape=tuple(spec.shard.global_shape)
-                )
-                whole[key] = raw.empty_for(described)[0]
-            where = tuple(
-                slice(offset, offset + length)
-                for offset, length in zip(spec.shard.offsets, spec.shape, strict=True)
-            )
-            raw.write_into(whole[key][where], part.tensors[key])
-            if spec.elements:
-                filled.setdefault(key, set()).add((*spec.shard.offsets, spec.elements))
-    for key, tensor in whole.items():
-        if sum(region[-1] for region in filled.get(key, ())) != tensor.numel():
-            raise Damaged(f"{key}: the ranks' shards do not make the whole tensor", step=entry.ref)
-    return whole
+            if spec.shard is not None and key in part.tensors:
+                whole.setdefault(key, Whole(spec)).add(spec, part.tensors[key])
+    return {key: joined.tensor() for key, joined in whole.items()}
 
 
 def _parts(

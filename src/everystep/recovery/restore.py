@@ -16,10 +16,11 @@ from everystep.errors import (
     Missing,
     ReplicasDiffer,
 )
-from everystep.recovery.agree import as_json, from_json
+from everystep.recovery.agree import as_json, from_json, on_first_rank
 from everystep.recovery.plan import Plan
 from everystep.state import capture, raw
 from everystep.state.capture import Objects
+from everystep.state.form import check_form
 from everystep.state.ranks import Ranks
 from everystep.store.format import RankRecord
 from everystep.store.reading import StepReader, locate
@@ -69,6 +70,7 @@ def read_part(
     if rank not in records:
         raise LayoutMismatch(f"step {entry.ref} has no rank {rank}", found=sorted(records))
     record = records[rank]
+    check_form(record.tree, {tensor.spec.key for tensor in record.tensors})
     if fits is not None:
         fits(record)
     tensors: dict[str, torch.Tensor] = {}
@@ -166,7 +168,7 @@ def _apply(objects: Objects, proved: Proved | None, ranks: Ranks, strict: bool) 
             for kind in ("missing", "unexpected"):
                 for name in getattr(misfit, kind):
                     _log.warning("restored without %s (%s)", name, kind)
-        for line in capture.frozen_differences(objects, record.tree, ranks.world_size):
+        for line in capture.quiet_differences(objects, record.tree, specs, ranks.world_size):
             _log.warning("%s: training may go another way than before", line)
         try:
             capture.apply(objects, record.tree, specs, proved.tensors, ranks.world_size)
@@ -178,7 +180,7 @@ def _apply(objects: Objects, proved: Proved | None, ranks: Ranks, strict: bool) 
 def _set_aside(
     run: Run, failed: Sequence[tuple[StepEntry, str]], good: StepEntry, ranks: Ranks
 ) -> None:
-    if ranks.rank == 0:
+    def move() -> Json:
         for entry, reason in failed:
             where = run.set_aside(entry)
             _log.warning(
@@ -186,12 +188,16 @@ def _set_aside(
                 entry.ref, where, reason, good.ref,
             )  # fmt: skip
 
+    if failed:
+        on_first_rank(ranks, move)
+
 
 def require_fresh(listing: Listing) -> None:
     """Check that a run without a complete step is one that has not begun.
 
     A start that was cut off in its first step is fresh. Anything more is not: training from the
-    beginning over it would be a silent loss.
+    beginning over it would be a silent loss. That a session was restored, or a timeline forked,
+    shows that there were steps, even where not one file of them is left.
 
     Raises:
         CannotRestore: there are files that belong to later steps, or to something else.
@@ -202,7 +208,7 @@ def require_fresh(listing: Listing) -> None:
     if later:
         ref = max(later, key=lambda ref: ref.step)
         entry = next((entry for entry in listing.steps if entry.ref == ref), None)
-        missing = f" (nothing of rank {entry.missing_ranks})" if entry else ""
+        missing = f" (nothing of rank {entry.missing})" if entry and entry.missing else ""
         raise CannotRestore(
             f"steps up to {ref} are there, and not one of them is complete{missing}",
             hint="look at everystep verify RUN, or begin in another directory",
@@ -211,4 +217,12 @@ def require_fresh(listing: Listing) -> None:
         raise CannotRestore(
             f"the run has no complete step and holds {strangers[0]}, which is not ours",
             hint="begin in another directory",
+        )
+    had = [session.restored for session in listing.sessions if session.restored is not None]
+    had += [timeline.parent for timeline in listing.timelines.values() if timeline.parent]
+    had += [entry.ref for entry in listing.steps if entry.complete]
+    if had:
+        raise CannotRestore(
+            f"the run has had step {had[-1]}, and the current timeline has no complete step",
+            hint="look at everystep verify RUN, or begin in another directory",
         )

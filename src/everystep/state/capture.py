@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from everystep.errors import LayoutMismatch, Unsupported
+from everystep.errors import Damaged, LayoutMismatch, Unsupported
 from everystep.state import raw, rng
 from everystep.state.extras import apply_extra, capture_extras, check_extra
+from everystep.state.loaders import apply_loader, capture_loader, is_loader
 from everystep.state.names import ModelNames, names_of
 from everystep.state.optimizers import (
     Owners,
@@ -22,7 +23,7 @@ from everystep.state.optimizers import (
 )
 from everystep.state.shards import Meshes, shard_of
 from everystep.state.tree import Decoder, Encoder, Held
-from everystep.types import Json, TensorSpec, join_key
+from everystep.types import Json, TensorSpec, join_key, split_key, spoken
 
 
 @dataclass(frozen=True)
@@ -114,13 +115,22 @@ def capture(objects: Objects, world_size: int) -> State:
     encoder = Encoder()
     tree: dict[str, Json] = {"models": {}, "optimizers": {}}
     owners = Owners()
+    in_models: dict[object, str] = {}
     for name, model in objects.models.items():
         encoder.new_section()
         names = names_of(model, world_size)
-        tree["models"][name] = _capture_model(name, names, owners, encoder)
+        owners.add(name, names)
+        tree["models"][name] = _capture_model(name, names, encoder)
+        in_models |= encoder.seen
     for name, optimizer in objects.optimizers.items():
+        encoder.new_section(in_models)  # a slot may be the parameter itself
         tree["optimizers"][name] = capture_optimizer(name, optimizer, owners, encoder)
     tree["extras"] = capture_extras(objects.extras, encoder)
+    tree["loaders"] = {
+        name: capture_loader(name, extra, encoder)
+        for name, extra in objects.extras.items()
+        if is_loader(extra)
+    }
     if not rng.same_global_state(random_state):  # an extra drew while it was asked for its state
         rng.set_global_state(random_state)
     encoder.new_section()
@@ -128,11 +138,10 @@ def capture(objects: Objects, world_size: int) -> State:
     return State(encoder.held, tree)
 
 
-def _capture_model(name: str, names: ModelNames, owners: Owners, encoder: Encoder) -> Json:
+def _capture_model(name: str, names: ModelNames, encoder: Encoder) -> Json:
     for fqn, tensor in names.tensors.items():
         key = join_key("models", name, fqn)
         encoder.tensor(tensor, key, replicated=fqn in names.replicated)
-    _add_owners(name, names, owners)
     base = join_key("models", name, "extra_state")
     return {
         "aliases": names.aliases,
@@ -144,18 +153,8 @@ def _capture_model(name: str, names: ModelNames, owners: Owners, encoder: Encode
     }
 
 
-def _add_owners(name: str, names: ModelNames, owners: Owners) -> None:
-    for fqn, tensor in names.tensors.items():
-        if id(tensor) in names.parameters:
-            owners.add((name, fqn), tensor, fqn in names.replicated)
-
-
 def _frozen(names: ModelNames) -> list[str]:
-    return [
-        fqn
-        for fqn, tensor in names.tensors.items()
-        if id(tensor) in names.parameters and not tensor.requires_grad
-    ]
+    return [fqn for fqn, tensor in names.parameters.items() if not tensor.requires_grad]
 
 
 def check(objects: Objects, tree: Json, specs: Mapping[str, TensorSpec], world_size: int) -> Misfit:
@@ -168,13 +167,16 @@ def check(objects: Objects, tree: Json, specs: Mapping[str, TensorSpec], world_s
     owners = Owners()
     for name, model in _pairs("models", objects.models, tree["models"], misfit):
         names = names_of(model, world_size)
-        _add_owners(name, names, owners)
+        owners.add(name, names)
         _check_model(name, names, tree["models"][name], specs, misfit)
     for name, optimizer in _pairs("optimizers", objects.optimizers, tree["optimizers"], misfit):
         saved = tree["optimizers"][name]
         misfit.mismatched += check_optimizer(name, optimizer, saved, owners)
-    for _ in _pairs("extras", objects.extras, tree["extras"], misfit):
-        pass
+    for name, extra in _pairs("extras", objects.extras, tree["extras"], misfit):
+        if is_loader(extra) != (name in tree["loaders"]):
+            misfit.mismatched.append(f"extras.{name}: a data loader only here, or only when stored")
+    devices = rng.check_devices(len(tree["rng"].get("cuda", [])))
+    misfit.mismatched += [devices] if devices else []
     return misfit
 
 
@@ -189,37 +191,42 @@ def _pairs(
 def _check_model(
     name: str, names: ModelNames, saved: Json, specs: Mapping[str, TensorSpec], misfit: Misfit
 ) -> None:
-    stored = _stored_names(name, specs)
     aliases: dict[str, str] = saved["aliases"]
+    stored = {fqn: fqn for fqn in _stored_names(name, specs)} | aliases
+    live = {fqn: fqn for fqn in names.tensors} | names.aliases
+    misfit.missing += [f"{name}.{fqn}" for fqn in live if fqn not in stored]
+    misfit.unexpected += [f"{name}.{fqn}" for fqn in stored if fqn not in live]
+    both = [fqn for fqn in live if fqn in stored]
+    misfit.mismatched += [f"{name}.{line}" for line in _untied(both, stored, live)]
     for fqn, tensor in names.tensors.items():
         if fqn in stored:
-            problem = _difference(tensor, specs[join_key("models", name, fqn)])
+            problem = _difference(tensor, specs[join_key("models", name, stored[fqn])])
             if problem:
                 misfit.mismatched.append(f"{name}.{fqn}: {problem}")
-        elif fqn in aliases:
-            tied = f"{name}.{fqn}: tied to {aliases[fqn]} when stored, and not here"
-            misfit.mismatched.append(tied)
-        else:
-            misfit.missing.append(f"{name}.{fqn}")
-    for fqn in stored:
-        if fqn in names.aliases:
-            tied = f"{name}.{fqn}: tied to {names.aliases[fqn]} here, and not when stored"
-            misfit.mismatched.append(tied)
-        elif fqn not in names.tensors:
-            misfit.unexpected.append(f"{name}.{fqn}")
     extra_state = saved["extra_state"]
     misfit.missing += [f"{name}.{fqn}" for fqn in names.extra_state if fqn not in extra_state]
     misfit.unexpected += [f"{name}.{fqn}" for fqn in extra_state if fqn not in names.extra_state]
 
 
+def _untied(
+    both: Sequence[str], stored: Mapping[str, str], live: Mapping[str, str]
+) -> Iterator[str]:
+    """Names that are one tensor on one side and two on the other. Which name of a tied tensor
+    comes first depends on the order of modules, and does not matter."""
+    first_stored: dict[str, str] = {}
+    first_live: dict[str, str] = {}
+    for fqn in both:
+        was = first_stored.setdefault(stored[fqn], fqn)
+        now = first_live.setdefault(live[fqn], fqn)
+        if was != now and was != fqn:
+            yield f"{fqn}: tied to {was} when stored, and not here"
+        elif was != now:
+            yield f"{fqn}: tied to {now} here, and not when stored"
+
+
 def _stored_names(name: str, specs: Mapping[str, TensorSpec]) -> list[str]:
-    prefix = join_key("models", name) + "/"
-    stored = (key.removeprefix(prefix) for key in specs if key.startswith(prefix))
-    return [_unescaped(rest) for rest in stored if "/" not in rest]
-
-
-def _unescaped(part: str) -> str:
-    return part.replace("~1", "/").replace("~0", "~")
+    parts = (split_key(key) for key in specs)
+    return [p[2] for p in parts if p[:2] == ["models", name] and len(p) == 3]
 
 
 def _difference(live: torch.Tensor, spec: TensorSpec) -> str | None:
@@ -257,53 +264,108 @@ def apply(
     all_names = {name: names_of(model, world_size) for name, model in objects.models.items()}
     owners = Owners()
     for name, names in all_names.items():
-        _add_owners(name, names, owners)
+        owners.add(name, names)
     meshes = Meshes(tensor for names in all_names.values() for tensor in names.tensors.values())
-    rest = {
-        key: _rebuilt(tensors[key], spec, meshes)
-        for key, spec in specs.items()
-        if not key.startswith("/models/")
-    }
-    for name, extra in objects.extras.items():
-        if name in tree["extras"]:
-            apply_extra(name, extra, Decoder(rest).decode(tree["extras"][name]))
+    rest = {key: _rebuilt(tensors[key], spec, meshes) for key, spec in specs.items()}
+    _apply_extras(objects.extras, tree, rest, specs)
+    written: dict[str, torch.Tensor] = {}
     for name, names in all_names.items():
         if name in tree["models"]:
-            _apply_model(name, names, tree["models"][name], tensors)
+            written |= _apply_model(name, names, tree["models"][name], rest)
+    _prove_shared(written, tensors)
+    rest |= written
     devices = {key: spec.device for key, spec in specs.items()}
     for name, optimizer in objects.optimizers.items():
         if name in tree["optimizers"]:
             saved = tree["optimizers"][name]
             apply_optimizer(name, optimizer, saved, rest, devices, owners)
-    rng.set_global_state(Decoder(rest).decode(tree["rng"]))
+    for name, extra in objects.extras.items():
+        if name in tree["extras"] and rng.is_generator(extra):
+            apply_extra(name, extra, Decoder(rest).decode(tree["extras"][name]))
+    try:
+        rng.set_global_state(Decoder(rest).decode(tree["rng"]))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise Damaged(f"the state of a random number generator is malformed: {error}") from error
 
 
 def _rebuilt(local: torch.Tensor, spec: TensorSpec, meshes: Meshes) -> torch.Tensor:
+    parts = split_key(spec.key)
+    if parts[0] == "models" and len(parts) == 3:
+        return local  # it is written into what is there
     ordered = raw.restrided(local, spec)
     return ordered if spec.shard is None else meshes.rebuild(ordered, spec.shard, spec.key)
 
 
+def _apply_extras(
+    extras: Mapping[str, Any],
+    tree: Json,
+    tensors: Mapping[str, torch.Tensor],
+    specs: Mapping[str, TensorSpec],
+) -> None:
+    """All but generators, which others may draw from while they load."""
+    here = torch.accelerator.current_accelerator()
+    placed = {
+        key: tensor.to(here) if here is not None and specs[key].device == here.type else tensor
+        for key, tensor in tensors.items()
+        if key.startswith("/extras/")
+    }
+    for name, extra in extras.items():
+        if name not in tree["extras"] or rng.is_generator(extra):
+            continue
+        state = Decoder(placed).decode(tree["extras"][name])
+        if name in tree["loaders"]:
+            apply_loader(extra, state, tree["loaders"][name], Decoder(tensors))
+        else:
+            apply_extra(name, extra, state)
+
+
 def _apply_model(
     name: str, names: ModelNames, saved: Json, tensors: Mapping[str, torch.Tensor]
-) -> None:
+) -> dict[str, torch.Tensor]:
+    """Write a model's tensors in place; return them (live) by the keys of what was stored."""
+    written = {}
     for fqn, live in names.tensors.items():
-        source = tensors.get(join_key("models", name, fqn))
-        if source is not None and not raw.write_into(shard_of(live)[0], source):
+        key = join_key("models", name, saved["aliases"].get(fqn, fqn))
+        source = tensors.get(key)
+        if source is None:
+            continue
+        written[key] = live.detach()
+        if not raw.write_into(shard_of(live)[0], source):
             raise LayoutMismatch(f"{name}.{fqn} is expanded here, and was not when stored")
     decoder = Decoder(tensors)
     for fqn, module in names.extra_state.items():
         if fqn in saved["extra_state"]:
             module.set_extra_state(decoder.decode(saved["extra_state"][fqn]))
+    return written
 
 
-def frozen_differences(objects: Objects, tree: Json, world_size: int) -> list[str]:
-    """Parameters whose `requires_grad` is not what it was: training may go another way."""
+def _prove_shared(written: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
+    """Tensors in one storage may overlap: then writing one may have changed another."""
+    by_storage: dict[int, list[str]] = {}
+    for key, live in written.items():
+        address = shard_of(live)[0].untyped_storage().data_ptr()
+        by_storage.setdefault(address, []).append(key)
+    for keys in by_storage.values():
+        for key in keys if len(keys) > 1 else ():
+            if not raw.same_bits(shard_of(written[key])[0], sources[key]):
+                raise LayoutMismatch(f"{spoken(key)} overlaps another here, and not when stored")
+
+
+def quiet_differences(
+    objects: Objects, tree: Json, specs: Mapping[str, TensorSpec], world_size: int
+) -> list[str]:
+    """What does not hinder a restore, and may lead training another way than before: what is
+    frozen, and the order of elements in memory, by which kernels are chosen."""
     lines = []
     for name, model in objects.models.items():
         if name not in tree["models"]:
             continue
-        was = set(tree["models"][name]["frozen"])
-        now = set(_frozen(names_of(model, world_size)))
+        names = names_of(model, world_size)
+        was, now = set(tree["models"][name]["frozen"]), set(_frozen(names))
         lines += [f"{name}.{fqn} is frozen here and was not" for fqn in sorted(now - was)]
         lines += [f"{name}.{fqn} was frozen and is not here" for fqn in sorted(was - now)]
+        for fqn, tensor in names.tensors.items():
+            spec = specs.get(join_key("models", name, fqn))
+            if spec is not None and spec.stride != raw.kept_stride(shard_of(tensor)[0]):
+                lines.append(f"{name}.{fqn} has another order in memory than when stored")
     return lines

@@ -16,7 +16,7 @@ _WRAPPERS = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
     "OptimizedModule": "_orig_mod",
-    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "ActivationWrapper": "_checkpoint_wrapped_module",
 }
 """torch's wrapper classes by name (importing some of them is slow), and the child they wrap."""
 
@@ -29,12 +29,16 @@ class ModelNames:
     """Parameters and persistent buffers; live, not detached."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Further names of a tied tensor, each to the name in `tensors`."""
-    parameters: dict[int, str] = field(default_factory=dict)
-    """`id` of each live parameter to its FQN."""
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Every live parameter under each of its FQNs, those in `aliases` too."""
     replicated: set[str] = field(default_factory=set)
     """FQNs of parameters that DistributedDataParallel keeps alike on all ranks."""
     extra_state: dict[str, nn.Module] = field(default_factory=dict)
     """Modules that define `get_extra_state`, by the FQN of that state."""
+
+    def tied(self, fqn: str) -> str:
+        """The name in `tensors` of what has this name."""
+        return self.aliases.get(fqn, fqn)
 
 
 def names_of(model: nn.Module, world_size: int) -> ModelNames:
@@ -48,7 +52,8 @@ def names_of(model: nn.Module, world_size: int) -> ModelNames:
             spans all of them.
 
     Raises:
-        Unsupported: FSDP1, or a lazy module that has no parameters yet.
+        Unsupported: FSDP1, a lazy module that has no parameters yet, two tensors of one name, or
+            a module that keeps more in its `state_dict` than can be seen from outside.
     """
     names = ModelNames()
     _Walk(names, world_size).visit(model, prefix="", replicated=False, ignored=frozenset())
@@ -73,12 +78,13 @@ class _Walk:
             module, wrapped = wrapped, _wrapped(wrapped)
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                fqn = self._add(prefix + name, parameter)
-                self._names.parameters[id(parameter)] = fqn
-                self._names.replicated.update({fqn} - ignored if replicated else ())
+                first = self._add(prefix + name, parameter)
+                self._names.parameters[prefix + name] = parameter
+                self._names.replicated.update({first} - ignored if replicated else ())
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 self._add(prefix + name, buffer)
+        _refuse_hidden_state(module, prefix)
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             self._names.extra_state[prefix + "_extra_state"] = module
         for name, child in module._modules.items():
@@ -91,6 +97,8 @@ class _Walk:
                 f"{fqn} is a lazy parameter without a shape",
                 hint="run one forward pass before you make the Checkpointer",
             )
+        if fqn in self._names.tensors or fqn in self._names.aliases:
+            raise Unsupported(f"two parameters or buffers have the name {fqn}")
         memory = raw.same_memory(shard_of(tensor)[0]) or id(tensor)
         first = self._first_name.setdefault(memory, fqn)
         if first != fqn:
@@ -114,3 +122,19 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
         if inner is not None and inner in module._modules:
             return module._modules[inner]
     return None
+
+
+def _refuse_hidden_state(module: nn.Module, prefix: str) -> None:
+    """A module with a `_save_to_state_dict` of its own may store what is no parameter or buffer."""
+    if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
+        return
+    stored: dict[str, object] = {}
+    module._save_to_state_dict(stored, "", False)
+    hidden = stored.keys() - module._parameters.keys() - module._buffers.keys() - {"_extra_state"}
+    if hidden:
+        raise Unsupported(
+            f"{prefix}{min(hidden)} is in the state_dict of a {type(module).__qualname__}, and is "
+            "neither parameter nor buffer",
+            hint="make it one, or return it from get_extra_state() (and take it in "
+            "set_extra_state())",
+        )

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch.optim import Optimizer
 
 from everystep.errors import LayoutMismatch, Unsupported
 from everystep.state import raw
+from everystep.state.names import ModelNames
 from everystep.state.tree import Decoder, Encoder
-from everystep.types import Json, join_key
+from everystep.types import Json, join_key, spoken
 
 ParameterName = tuple[str, str]
 """(name of the model, FQN in it)"""
@@ -26,12 +28,18 @@ class Owners:
         self.parameter: dict[ParameterName, torch.Tensor] = {}
         self.replicated: set[ParameterName] = set()
 
-    def add(self, name: ParameterName, parameter: torch.Tensor, replicated: bool) -> None:
-        """Record one parameter."""
-        self.name_of.setdefault(id(parameter), name)
-        self.parameter[name] = parameter
-        if replicated:
-            self.replicated.add(name)
+    def add(self, model: str, names: ModelNames) -> None:
+        """Record the parameters of one model, under all their names."""
+        for fqn, parameter in names.parameters.items():
+            self.name_of.setdefault(id(parameter), (model, fqn))
+            self.parameter[model, fqn] = parameter
+            if names.tied(fqn) in names.replicated:
+                self.replicated.add((model, fqn))
+
+    def here(self, stored: ParameterName) -> ParameterName:
+        """The name that `require` would give here to a parameter of that stored name."""
+        parameter = self.parameter.get(stored)
+        return stored if parameter is None else self.name_of[id(parameter)]
 
     def require(self, parameter: torch.Tensor, optimizer: str, place: str) -> ParameterName:
         """The name of a parameter that an optimizer holds.
@@ -55,12 +63,11 @@ def capture_optimizer(name: str, optimizer: Optimizer, owners: Owners, encoder: 
     Raises:
         Unsupported: a slot or hyperparameter that is not plain, or a parameter without a name.
     """
-    encoder.new_section()
     base = join_key("optimizers", name)
-    shared = type(optimizer).__name__ != "ZeroRedundancyOptimizer"  # which shards its slots
+    shared = not _is_zero(optimizer)  # which shards its slots
     slots: list[Json] = []
     others: dict[Any, Any] = {}
-    states: dict[Any, Any] = optimizer.state  # some optimizers keep more than parameters in it
+    states: dict[Any, Any] = _inner(optimizer).state  # some keep more than parameters in it
     for parameter, slot in states.items():
         if not isinstance(parameter, torch.Tensor):
             others[parameter] = slot
@@ -78,18 +85,43 @@ def capture_optimizer(name: str, optimizer: Optimizer, owners: Owners, encoder: 
         hyper = {option: value for option, value in group.items() if option != "params"}
         key = base + join_key("groups", str(index))
         groups.append({"parameters": names, "options": encoder.encode(hyper, key)})
+    encoded_others = _encode_dict(others, base + join_key("others"), encoder)
+    encoder.new_section()  # a state_dict may hold the slots once more
     return {
         "class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
         "groups": groups,
         "slots": slots,
-        "others": encoder.encode(others, base + join_key("others")),
-        "more": encoder.encode(_more_state(optimizer), base + join_key("more")),
+        "others": encoded_others,
+        "more": _encode_dict(_more_state(optimizer), base + join_key("more"), encoder),
     }
+
+
+def _encode_dict(value: dict[Any, Any], key: str, encoder: Encoder) -> Json:
+    return encoder.encode(value, key) if value else {}
+
+
+def _is_zero(optimizer: Optimizer) -> bool:
+    """Whether it is torch's ZeroRedundancyOptimizer, without importing that."""
+    return type(optimizer).__name__ == "ZeroRedundancyOptimizer"
+
+
+def _inner(optimizer: Optimizer) -> Any:
+    """The optimizer that holds the slots.
+
+    Raises:
+        Unsupported: there is none yet.
+    """
+    if not _is_zero(optimizer):
+        return optimizer
+    inner = getattr(optimizer, "optim", None)
+    if not isinstance(inner, Optimizer):
+        raise Unsupported("ZeroRedundancyOptimizer with overlap_with_ddp=True")
+    return inner
 
 
 def _more_state(optimizer: Optimizer) -> dict[str, Any]:
     """What an optimizer with a `state_dict` of its own adds to torch's two entries."""
-    if type(optimizer).state_dict is Optimizer.state_dict:
+    if type(optimizer).state_dict is Optimizer.state_dict or _is_zero(optimizer):
         return {}
     known = ("state", "param_groups")
     return {name: value for name, value in optimizer.state_dict().items() if name not in known}
@@ -103,18 +135,20 @@ def check_optimizer(name: str, optimizer: Optimizer, saved: Json, owners: Owners
     """
     problems = []
     live_class = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    if saved["class"] != live_class:
+    if _kind(saved["class"]) != _kind(live_class):
         problems.append(f"optimizers.{name}: stored from {saved['class']}, here is {live_class}")
-    live_groups = [_live_names(name, group, owners) for group in optimizer.param_groups]
-    live = {parameter for group in live_groups for parameter in group}
+    live_groups = [set(_live_names(name, group, owners)) for group in optimizer.param_groups]
+    live = set().union(*live_groups)
     stored: set[ParameterName] = set()
     for index, group in enumerate(saved["groups"]):
-        names = _names(group)
+        names = [owners.here(parameter) for parameter in _names(group)]
+        if stored.intersection(names) or len(set(names)) != len(names):
+            problems.append(f"optimizers.{name}: parameters of group {index} are one here")
         stored.update(names)
         if any(parameter not in owners.parameter for parameter in names):
             continue  # the model's own check names them
         present = [parameter for parameter in names if parameter in live]
-        if present and set(names) not in [set(other) for other in live_groups]:
+        if present and set(names) not in live_groups:
             missing = next((p for p in names if p not in live), None)
             reason = f"{_spoken(missing)} is not in it" if missing else "it is divided differently"
             problems.append(f"optimizers.{name}: stored group {index} is not here: {reason}")
@@ -123,6 +157,11 @@ def check_optimizer(name: str, optimizer: Optimizer, saved: Json, owners: Owners
         for parameter in sorted(live - stored)
     ]
     return problems
+
+
+def _kind(qualified: str) -> tuple[str, str]:
+    """What of a class's full name does not change from one version of a library to the next."""
+    return qualified.partition(".")[0], qualified.rpartition(".")[2]
 
 
 def apply_optimizer(
@@ -141,42 +180,74 @@ def apply_optimizer(
             to its parameter's device.
         saved: what `capture_optimizer` gave; `check_optimizer` has found no problem in it.
     """
-    decoder = Decoder(tensors)
-    more = decoder.decode(saved["more"])
+    inner = _inner(optimizer)
+    decoders = _Decoders(tensors, devices, owners)
+    more = decoders.on(None).decode(saved["more"])
     if more:
         _load_more(optimizer, more)
-    _apply_groups(name, optimizer, saved["groups"], tensors, owners)
-    default = next(iter(owners.parameter.values())).device if owners.parameter else None
-    optimizer.state.clear()
+    _apply_groups(name, optimizer, saved["groups"], decoders, owners)
+    inner.state.clear()
     for owner, slot in saved["slots"]:
         parameter = owners.parameter.get((owner[0], owner[1]))
         if parameter is not None:  # else strict=False has let it pass
-            placed = Decoder(_Placed(tensors, devices, parameter.device))
-            optimizer.state[parameter] = placed.decode(slot)
-    others = Decoder(_Placed(tensors, devices, default)).decode(saved["others"])
-    optimizer.state.update(others)
+            inner.state[parameter] = decoders.on(parameter.device).decode(slot)
+    inner.state.update(decoders.on(None).decode(saved["others"]))
+    if inner is not optimizer:
+        _sync_options(optimizer, inner)
+    with contextlib.suppress(KeyError):  # where it misses an entry in a slot that has none
+        inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
+    if more:
+        _prove_more(name, optimizer, saved["more"], tensors)
+
+
+def _sync_options(outer: Optimizer, inner: Optimizer) -> None:
+    for source, target in zip(outer.param_groups, inner.param_groups, strict=True):
+        target.update({option: value for option, value in source.items() if option != "params"})
+
+
+class _Decoders:
+    """Decoders that move tensors to where they belong: what was stored from an accelerator goes to
+    the device that is asked for, the rest stays in host memory. One tensor stays one tensor."""
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], devices: Mapping[str, str], owners: Owners
+    ) -> None:
+        self._tensors, self._devices = tensors, devices
+        self._default = next((p.device for p in owners.parameter.values()), torch.device("cpu"))
+        self._by_device: dict[torch.device, Decoder] = {}
+
+    def on(self, device: torch.device | None) -> Decoder:
+        """The decoder for a device; None: where the first parameter is."""
+        device = device or self._default
+        if device not in self._by_device:
+            placed = _Placed(self._tensors, self._devices, device)
+            self._by_device[device] = Decoder(placed)
+        return self._by_device[device]
 
 
 class _Placed(Mapping[str, torch.Tensor]):
-    """Tensors by key, moved to where they belong when they are asked for."""
+    """Tensors by key, moved to a device when they are asked for."""
 
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor],
         devices: Mapping[str, str],
-        device: torch.device | None,
+        device: torch.device,
     ) -> None:
         self._tensors, self._devices, self._device = tensors, devices, device
         self._moved: dict[str, torch.Tensor] = {}
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._tensors
+
     def __getitem__(self, key: str) -> torch.Tensor:
         if key not in self._moved:
-            stays = self._device is None or self._devices.get(key, "cpu") == "cpu"
+            stays = self._devices.get(key, "cpu") == "cpu"
             tensor = self._tensors[key]
             self._moved[key] = tensor if stays else tensor.to(self._device)
         return self._moved[key]
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
     def __len__(self) -> int:
@@ -192,18 +263,36 @@ def _load_more(optimizer: Optimizer, more: dict[str, Any]) -> None:
         raise LayoutMismatch(f"{type(optimizer).__name__} refused its state: {error}") from error
 
 
+def _prove_more(
+    name: str, optimizer: Optimizer, saved: Json, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """What an optimizer's own `load_state_dict` took is what it gives: many cast, or go by
+    position."""
+    encoder = Encoder()
+    now = encoder.encode(_more_state(optimizer), join_key("optimizers", name, "more"))
+    differing = None if now == saved else "a value"
+    for key, held in encoder.held.items():
+        stored = tensors.get(key)
+        alike = stored is not None and (stored.dtype, stored.shape) == (
+            held.tensor.dtype,
+            held.tensor.shape,
+        )
+        if differing is None and not (alike and raw.same_bits(held.tensor, tensors[key])):
+            differing = spoken(key)
+    if differing is not None:
+        raise LayoutMismatch(
+            f"optimizers.{name}: {type(optimizer).__qualname__}.load_state_dict changed {differing}"
+        )
+
+
 def _apply_groups(
-    name: str,
-    optimizer: Optimizer,
-    saved: Sequence[Json],
-    tensors: Mapping[str, torch.Tensor],
-    owners: Owners,
+    name: str, optimizer: Optimizer, saved: Sequence[Json], decoders: _Decoders, owners: Owners
 ) -> None:
     live_groups = [(_live_names(name, group, owners), group) for group in optimizer.param_groups]
-    holders = _live_tensor_counts(optimizer)
+    options = _Options(getattr(optimizer, "defaults", {}))
     ordered = []
     for stored in saved:
-        names = [parameter for parameter in _names(stored) if parameter in owners.parameter]
+        names = [owners.here(p) for p in _names(stored) if p in owners.parameter]
         index = _best_match(names, [live for live, _ in live_groups])
         if index is None:
             optimizer.add_param_group({"params": [owners.parameter[p] for p in names]})
@@ -212,7 +301,8 @@ def _apply_groups(
             live, group = live_groups.pop(index)
         order = [p for p in names if p in live] + [p for p in live if p not in names]
         group["params"][:] = [owners.parameter[parameter] for parameter in order]
-        _apply_options(group, Decoder(tensors).decode(stored["options"]), holders)
+        device = owners.parameter[order[0]].device if order else None
+        options.set(group, decoders.on(device).decode(stored["options"]))
         ordered.append(group)
     optimizer.param_groups[:] = ordered + [group for _, group in live_groups]
 
@@ -228,32 +318,41 @@ def _best_match(
     return best if best is not None and common[best] > 0 else None
 
 
-def _apply_options(
-    group: dict[str, Any], options: dict[str, Any], holders: Mapping[int, int]
-) -> None:
-    """Set a group's options. A tensor that only this group holds is written in place, since a
-    schedule or a captured graph may hold it too; one that is shared gets a tensor of its own."""
-    for option in [o for o in group if o != "params" and o not in options]:
-        del group[option]
-    for option, value in options.items():
-        live = group.get(option)
-        if not isinstance(value, torch.Tensor):
-            group[option] = value
-        elif not isinstance(live, torch.Tensor):
-            group[option] = value.clone()
-        elif holders[id(live)] == 1 and (live.shape, live.dtype) == (value.shape, value.dtype):
-            raw.write_into(live, value)
-        else:
-            group[option] = value.to(live.device, copy=True)
+class _Options:
+    """Sets the options of one group after the other.
+
+    A tensor (such as a learning rate) is written in place, since a schedule or a captured graph may
+    hold it too. Groups that shared one tensor share one again, and no others do.
+    """
+
+    def __init__(self, defaults: Mapping[str, Any]) -> None:
+        self._defaults = defaults
+        self._placed: dict[int, torch.Tensor] = {}
+        self._used: set[int] = set()
+
+    def set(self, group: dict[str, Any], options: dict[str, Any]) -> None:
+        """Give a live group the stored options. One that is stored nowhere goes, unless the
+        optimizer always has it: then it is younger than the checkpoint."""
+        for option in [o for o in group if o not in options]:
+            if option != "params" and option not in self._defaults:
+                del group[option]
+        for option, value in options.items():
+            is_tensor = isinstance(value, torch.Tensor)
+            group[option] = self._place(value, group.get(option)) if is_tensor else value
+
+    def _place(self, value: torch.Tensor, live: object) -> torch.Tensor:
+        if id(value) not in self._placed:
+            target = value
+            if isinstance(live, torch.Tensor) and self._may_take(live, value):
+                target = live
+            self._placed[id(value)] = target
+            self._used.add(id(target))
+        return self._placed[id(value)]
 
 
-def _live_tensor_counts(optimizer: Optimizer) -> dict[int, int]:
-    counts: dict[int, int] = {}
-    for group in optimizer.param_groups:
-        for option, value in group.items():
-            if option != "params" and isinstance(value, torch.Tensor):
-                counts[id(value)] = counts.get(id(value), 0) + 1
-    return counts
+    def _may_take(self, live: torch.Tensor, value: torch.Tensor) -> bool:
+        fits = (live.shape, live.dtype) == (value.shape, value.dtype)
+        return fits and id(live) not in self._used and raw.write_into(live, value)
 
 
 def _names(group: Json) -> list[ParameterName]:

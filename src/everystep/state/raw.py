@@ -48,6 +48,8 @@ def refusal(tensor: torch.Tensor) -> str | None:
     """Why this (local, not DTensor) tensor cannot be stored exactly; None if it can."""
     if tensor.is_quantized:
         return "a quantised tensor (store its int_repr(), scale and zero point)"
+    if tensor.layout == torch.sparse_coo:
+        return "a sparse tensor as parameter or buffer (in extras and optimizers it is stored)"
     if tensor.layout != torch.strided:
         return f"a tensor of layout {tensor.layout} (only strided and sparse COO are stored)"
     if tensor.is_meta:
@@ -58,7 +60,17 @@ def refusal(tensor: torch.Tensor) -> str | None:
         return f"a tensor subclass ({type(tensor).__module__}.{type(tensor).__qualname__})"
     if item_bytes(dtype_name(tensor.dtype)) is None:
         return f"a tensor of dtype {tensor.dtype}"
+    if tensor.untyped_storage().nbytes() < _last_byte(tensor):
+        return "a tensor whose storage has been freed"
     return None
+
+
+def _last_byte(tensor: torch.Tensor) -> int:
+    """How long the storage must be for the tensor to lie in it."""
+    if tensor.numel() == 0:
+        return 0
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + reach + 1) * tensor.element_size()
 
 
 def check_storable(tensor: torch.Tensor, key: str) -> None:
@@ -136,7 +148,8 @@ def _gather(carrier: torch.Tensor, first: int, last: int) -> torch.Tensor:
 
 
 def _bytes_view(flat: torch.Tensor) -> memoryview:
-    return flat.view(torch.uint8).numpy().data
+    # a single element may have any stride, and then torch refuses to see it as bytes
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
 
 
 def empty_for(spec: TensorSpec) -> tuple[torch.Tensor, memoryview]:
@@ -146,11 +159,11 @@ def empty_for(spec: TensorSpec) -> tuple[torch.Tensor, memoryview]:
         Unsupported: the dtype is not known, or host memory does not suffice.
     """
     dtype = dtype_of(spec.dtype)
-    try:
-        tensor = torch.empty(spec.shape, dtype=dtype)
+    try:  # by way of the carrier, since torch warns about some dtypes
+        carrier = torch.empty(spec.shape, dtype=_CARRIERS[item_bytes(spec.dtype) or 1])
     except (RuntimeError, MemoryError) as error:
         raise Unsupported(f"{spoken(spec.key)}: no room for {spec.nbytes:,} bytes") from error
-    return tensor, _bytes_view(_carrier(tensor).reshape(-1))
+    return carrier.view(dtype), _bytes_view(carrier.reshape(-1))
 
 
 def restrided(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -158,26 +171,37 @@ def restrided(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     stride = spec.stride
     if stride is None or len(stride) != tensor.dim() or not _is_dense(spec.shape, stride):
         return tensor
-    ordered = torch.empty_strided(spec.shape, stride, dtype=tensor.dtype)
-    _carrier(ordered).copy_(_carrier(tensor))
-    return ordered
+    # of a dimension of length 1 the stride says nothing, and a file may say anything
+    stride = tuple(s if n != 1 else 1 for s, n in zip(stride, spec.shape, strict=True))
+    values = _carrier(tensor)
+    ordered = torch.empty_strided(spec.shape, stride, dtype=values.dtype).copy_(values)
+    return ordered.view(tensor.dtype)
 
 
 def write_into(live: torch.Tensor, source: torch.Tensor) -> bool:
     """Copy the bits of `source` into `live` (same dtype and shape), keeping live's strides.
 
-    Returns False where `live` is expanded (several elements share memory) and `source` holds
-    different bits for them.
+    Returns False where elements of `live` share memory (it is expanded, or its windows overlap)
+    and `source` holds different bits for them.
     """
+    if live.is_conj() or live.is_neg():
+        live.detach().copy_(source)
+        return True
     target, values = _in_place_carrier(live), _carrier(source)
+    narrowed = target
     for dim, (step, length) in enumerate(zip(target.stride(), target.shape, strict=True)):
         if step == 0 and length > 1:
-            first = values.narrow(dim, 0, 1)
-            if not bool((values.view(torch.uint8) == first.view(torch.uint8)).all()):
-                return False
-            target, values = target.narrow(dim, 0, 1), first
-    target.copy_(values)
-    return True
+            narrowed, values = narrowed.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    narrowed.copy_(values)
+    return _is_dense(live.shape, live.stride()) or same_bits(live, source)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of equal shape and item size hold the same bits, on any device."""
+    left, right = _carrier(one), _carrier(other)
+    if left.dtype == torch.complex128:
+        left, right = (torch.view_as_real(t).view(torch.int64) for t in (left, right))
+    return bool(torch.equal(left, right.to(left.device)))
 
 
 def _in_place_carrier(live: torch.Tensor) -> torch.Tensor:
@@ -188,8 +212,9 @@ def same_memory(tensor: torch.Tensor) -> tuple[object, ...] | None:
     """What two tensors have in common that are one tensor; None for a tensor without memory."""
     if tensor.numel() == 0 or tensor.is_meta or tensor.layout != torch.strided:
         return None
+    lazy = (tensor.is_conj(), tensor.is_neg())
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, shape, stride)
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, shape, stride, lazy)
 
 
 def bits_of(tensors: Mapping[str, torch.Tensor], key: str) -> bytes:

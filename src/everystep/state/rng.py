@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from everystep.errors import LayoutMismatch
-
-Generator = random.Random | np.random.Generator | torch.Generator
+Generator = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
 """The generators a user may hand over as extras."""
 
 
@@ -30,23 +28,18 @@ def global_state() -> dict[str, Any]:
     return state
 
 
-def set_global_state(state: dict[str, Any]) -> None:
-    """Put all global generators where `global_state` found them.
+def check_devices(stored: int) -> str | None:
+    """Why the states of so many accelerators cannot be set here; None if they can."""
+    here = torch.cuda.device_count() if stored else 0
+    if stored == here:
+        return None
+    return f"rng: the states of {stored} CUDA devices stored, {here} visible here"
 
-    Raises:
-        LayoutMismatch: the state holds more accelerators than there are here.
-    """
-    devices = state.get("cuda", [])
-    if devices:
-        count = torch.cuda.device_count()
-        if count != len(devices):
-            raise LayoutMismatch(
-                "the number of visible CUDA devices differs, and each has a random state",
-                expected=len(devices),
-                found=count,
-                hint="make as many devices visible as there were when the step was stored",
-            )
-        torch.cuda.set_rng_state_all(devices)
+
+def set_global_state(state: dict[str, Any]) -> None:
+    """Put all global generators where `global_state` found them."""
+    if state.get("cuda"):
+        torch.cuda.set_rng_state_all(state["cuda"])
     random.setstate(_python_tuple(state["python"]))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -54,19 +47,22 @@ def set_global_state(state: dict[str, Any]) -> None:
 
 def same_global_state(before: dict[str, Any]) -> bool:
     """Whether nothing has been drawn from the host's global generators since `before`."""
-    now = global_state()
-    return bool(
-        torch.equal(now["torch"], before["torch"])
-        and torch.equal(now["python"]["words"], before["python"]["words"])
-        and now["python"]["gauss"] == before["python"]["gauss"]
-        and np.array_equal(now["numpy"]["state"]["key"], before["numpy"]["state"]["key"])
-        and now["numpy"]["state"]["pos"] == before["numpy"]["state"]["pos"]
-    )
+    return _same(global_state() | {"cuda": None}, before | {"cuda": None})
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(np.array_equal(one, other))
 
 
 def is_generator(thing: object) -> bool:
     """Whether a user's extra is a generator, which has no `state_dict`."""
-    return isinstance(thing, random.Random | np.random.Generator | torch.Generator)
+    if isinstance(thing, random.Random):  # others, such as SystemRandom, have no such state
+        return type(thing).getstate is random.Random.getstate
+    return isinstance(thing, np.random.Generator | np.random.RandomState | torch.Generator)
 
 
 def generator_state(generator: Generator) -> Any:
@@ -75,6 +71,8 @@ def generator_state(generator: Generator) -> Any:
         return _python_state(generator.getstate())
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
     return generator.get_state()
 
 

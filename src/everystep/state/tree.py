@@ -40,6 +40,18 @@ _SEQUENCES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+_MALFORMED = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    OverflowError,
+    struct.error,
+)
+_TENSOR_TAGS = ("$tensor", "$leaf", "$parameter", "$frozen")
+
+
 class Held:
     """One tensor of the state: where its (local) memory is, and its description."""
 
@@ -61,9 +73,18 @@ class Encoder:
         self.held: dict[str, Held] = {}
         self._by_memory: dict[object, str] = {}
 
-    def new_section(self) -> None:
-        """Forget what was seen: equal memory is only looked for within one section."""
-        self._by_memory.clear()
+    def new_section(self, known: Mapping[object, str] | None = None) -> None:
+        """Forget what was seen: equal memory is only looked for within one section.
+
+        Args:
+            known: memory to start the section with, from `seen`.
+        """
+        self._by_memory = dict(known or {})
+
+    @property
+    def seen(self) -> Mapping[object, str]:
+        """Which memory this section holds, and under which key."""
+        return self._by_memory
 
     def tensor(self, value: torch.Tensor, key: str, *, replicated: bool = False) -> str:
         """Hold a tensor under `key`; return the key under which its memory is already held."""
@@ -71,11 +92,21 @@ class Encoder:
         raw.check_storable(local, key)
         memory = raw.same_memory(local)
         if memory is not None:
-            known = self._by_memory.setdefault(memory, key)
-            if known != key:
+            known = self._by_memory.get(memory)
+            if known is not None:
                 return known
+        key = self._unused(key)
+        if memory is not None:
+            self._by_memory[memory] = key
         self.held[key] = Held(local.detach(), _spec_of(local, key, shard, replicated))
         return key
+
+    def _unused(self, key: str) -> str:
+        """The key, or that and a number: a dict may have both 1 and "1"."""
+        free, number = key, 2
+        while free in self.held:
+            free, number = f"{key}#{number}", number + 1
+        return free
 
     def encode(self, value: object, key: str, *, replicated: bool = False, depth: int = 0) -> Json:
         """Turn a value into JSON; `key` is its place.
@@ -88,7 +119,7 @@ class Encoder:
         if isinstance(value, torch.Tensor):
             if value.layout == torch.sparse_coo and not value.is_quantized:
                 return self._sparse(value, key, replicated)
-            return {"$tensor": self.tensor(value, key, replicated=replicated)}
+            return {_tensor_tag(value): self.tensor(value, key, replicated=replicated)}
         scalar = _encode_scalar(value)
         if scalar is not None or value is None:
             return scalar
@@ -96,7 +127,7 @@ class Encoder:
 
     def _container(self, value: object, key: str, replicated: bool, depth: int) -> Json:
         def inner(item: object, place: object) -> Json:
-            inside = key + join_key(str(place))
+            inside = key + join_key(_utf8(str(place)))
             return self.encode(item, inside, replicated=replicated, depth=depth)
 
         kind: type[Any] = type(value)
@@ -111,6 +142,8 @@ class Encoder:
             return {"$deque": [[inner(v, i) for i, v in enumerate(content)], content.maxlen]}
         if kind is np.ndarray:
             return self._array(content, key)
+        if kind is collections.OrderedDict and vars(content):
+            return self._module_state(content, key, inner)
         for tag, mapping in _DICTS.items():
             if kind is mapping:
                 return _encode_dict(content, tag, key, inner)
@@ -119,12 +152,27 @@ class Encoder:
             hint="keep only numbers, strings, tensors, arrays, lists, tuples, sets and dicts in it",
         )
 
+    def _module_state(
+        self,
+        value: collections.OrderedDict[object, object],
+        key: str,
+        inner: Callable[[object, object], Json],
+    ) -> Json:
+        """What `nn.Module.state_dict` returns: versions of modules stand in an attribute."""
+        if set(vars(value)) != {"_metadata"}:
+            raise Unsupported(
+                f"{spoken(key)}: an OrderedDict with attributes {sorted(vars(value))}"
+            )
+        pairs = _encode_dict(value, "$ordered", key, inner)["$ordered"]
+        return {"$module": [pairs, inner(vars(value)["_metadata"], "_metadata")]}
+
     def _array(self, value: np.ndarray[Any, Any], key: str) -> Json:
         if not _NUMPY_DTYPE.fullmatch(value.dtype.str):
             raise Unsupported(f"{spoken(key)}: a NumPy array of dtype {value.dtype}")
         flat = np.array(value, order="C", copy=True).reshape(-1).view(np.uint8)
-        self.tensor(torch.from_numpy(flat), key)
-        return {"$array": [key, value.dtype.str, list(value.shape)]}
+        return {
+            "$array": [self.tensor(torch.from_numpy(flat), key), value.dtype.str, list(value.shape)]
+        }
 
     def _sparse(self, value: torch.Tensor, key: str, replicated: bool) -> Json:
         parts = [
@@ -132,6 +180,17 @@ class Encoder:
             for name, part in (("indices", value._indices()), ("values", value._values()))
         ]
         return {"$coo": [*parts, list(value.shape), value.is_coalesced()]}
+
+
+def _tensor_tag(value: torch.Tensor) -> str:
+    if isinstance(value, torch.nn.Parameter):
+        return "$parameter" if value.requires_grad else "$frozen"
+    return "$leaf" if value.requires_grad and value.is_leaf else "$tensor"
+
+
+def _utf8(text: str) -> str:
+    """The text with lone surrogates (from undecodable file names) escaped."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _spec_of(local: torch.Tensor, key: str, shard: Shard | None, replicated: bool) -> TensorSpec:
@@ -149,8 +208,10 @@ def _spec_of(local: torch.Tensor, key: str, shard: Shard | None, replicated: boo
 def _encode_scalar(value: object) -> Json:
     """JSON of a value without parts; None if it is not one (None itself is its own JSON)."""
     kind = type(value)
-    if kind is bool or kind is str:
+    if kind is bool:
         return value
+    if isinstance(value, str) and kind is str:
+        return _encode_text(value)
     if isinstance(value, int) and kind is int:
         return value if abs(value) < _SAFE_INT else {"$int": hex(value)}
     if isinstance(value, float) and kind is float:
@@ -168,12 +229,22 @@ def _encode_scalar(value: object) -> Json:
     return None
 
 
+def _encode_text(value: str) -> Json:
+    if value.isascii() or _utf8(value) == value:
+        return value
+    data = value.encode("utf-8", "surrogatepass")
+    return {"$text": base64.b64encode(data).decode("ascii")}
+
+
+def _is_plain_name(name: object) -> bool:
+    return isinstance(name, str) and type(name) is str and name[:1] != "$" and _utf8(name) == name
+
+
 def _encode_dict(
     value: Mapping[object, object], tag: str, key: str, inner: Callable[[object, object], Json]
 ) -> Json:
-    plain = all(type(name) is str and not name.startswith("$") for name in value)
-    if plain and tag == "$dict":
-        return {name: inner(item, name) for name, item in value.items()}
+    if tag == "$dict" and all(map(_is_plain_name, value)):
+        return {str(name): inner(item, name) for name, item in value.items()}
     pairs = []
     for name, item in value.items():
         if isinstance(name, torch.Tensor):
@@ -198,6 +269,7 @@ class Decoder:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
+        self._made: dict[tuple[str, str], torch.Tensor] = {}
 
     def decode(self, value: Json, depth: int = 0) -> Any:
         """The value that was encoded.
@@ -213,10 +285,12 @@ class Decoder:
             return value
         if len(value) == 1:
             ((tag, content),) = value.items()
+            if tag in _TENSOR_TAGS:
+                return self._tensor(tag, content)
             if tag.startswith("$"):
                 try:
                     return self._tagged(tag, content, depth + 1)
-                except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
+                except _MALFORMED as error:
                     raise Damaged(f"state holds a malformed {tag}: {error}") from error
         return {name: self.decode(item, depth + 1) for name, item in value.items()}
 
@@ -228,13 +302,26 @@ class Decoder:
             return _DICTS[tag](dict(pairs))
         if tag == "$deque":
             return collections.deque((self.decode(v, depth) for v in content[0]), content[1])
-        if tag == "$tensor":
-            return self._tensors[content]
+        if tag == "$module":
+            state = collections.OrderedDict(self.decode({"$ordered": content[0]}, depth))
+            vars(state)["_metadata"] = self.decode(content[1], depth)
+            return state
         if tag == "$coo":
             return self._sparse(*content)
         if tag == "$array":
             return self._array(*content)
         return _decode_scalar(tag, content)
+
+    def _tensor(self, tag: str, key: Json) -> torch.Tensor:
+        if not isinstance(key, str) or key not in self._tensors:
+            raise Damaged(f"state refers to a tensor that is not there: {key!r:.200}")
+        tensor = self._tensors[key]
+        if tag == "$tensor":
+            return tensor
+        if (tag, key) not in self._made:
+            made = tensor.detach() if tag == "$leaf" else torch.nn.Parameter(tensor, False)
+            self._made[tag, key] = made.requires_grad_(tag != "$frozen")
+        return self._made[tag, key]
 
     def _sparse(self, indices: str, values: str, shape: list[int], coalesced: bool) -> torch.Tensor:
         built = torch.sparse_coo_tensor(
@@ -263,6 +350,8 @@ def _decode_scalar(tag: str, content: Json) -> Any:
         return complex(real, imag)
     if tag == "$bytes":
         return base64.b64decode(content, validate=True)
+    if tag == "$text":
+        return base64.b64decode(content, validate=True).decode("utf-8", "surrogatepass")
     if tag == "$dtype":
         return raw.dtype_of(content)
     if tag == "$device":

@@ -63,7 +63,7 @@ class Backend(Protocol):
 
         Raises:
             Missing: there is no such file.
-            Damaged: it ends before the view is full.
+            Damaged: it ends before the view is full, or it is a link or special file.
             StoreFailed: any other refusal.
         """
         ...
@@ -73,12 +73,14 @@ class Backend(Protocol):
 
         Raises:
             Missing: there is no such file.
+            Damaged: it is a link or special file.
         """
         ...
 
     def list(self, prefix: str) -> Iterator[Entry]:
         """All files whose name is below `prefix/` (all, where it is empty), in no given order.
-        Links and special files are not listed. Nothing there is an empty list."""
+        Links and special files are listed too, so that they are seen, and are never followed or
+        opened. Nothing there is an empty list."""
         ...
 
     def delete(self, name: str) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import queue
+import shutil
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -26,9 +28,8 @@ DIRECT_FROM_BYTES = 4 << 20
 time of a buffered write, and no page cache taken from training."""
 
 _BLOCK_BYTES = 4096
-_BUFFER_BYTES = 8 << 20
-_BUFFERS = 4
-_WRITERS = 2
+_BUFFER_BYTES = 16 << 20
+_BUFFERS = 3
 
 
 class SystemCalls:
@@ -42,6 +43,11 @@ class SystemCalls:
     def write_at(self, fd: int, data: Buffer, offset: int) -> int:
         """Write at an offset; returns how many bytes were taken."""
         return os.pwrite(fd, data, offset)
+
+    def write_through_cache(self, fd: int) -> None:
+        """End direct writes to an open file."""
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))
 
     def truncate(self, fd: int, nbytes: int) -> None:
         """Set the length of an open file."""
@@ -143,7 +149,21 @@ def _create(temporary: Path, nbytes: int, calls: SystemCalls) -> tuple[int, bool
 def _write_all(fd: int, data: memoryview, offset: int, calls: SystemCalls) -> None:
     while data:
         taken = calls.write_at(fd, data, offset)
+        if taken == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         data, offset = data[taken:], offset + taken
+
+
+def _write_direct_all(fd: int, data: memoryview, offset: int, calls: SystemCalls) -> None:
+    """Write through the page cache what the file system refuses to take directly: some say so
+    only now, and after a short write (a disk that is nearly full) the rest is not aligned."""
+    try:
+        _write_all(fd, data, offset, calls)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        calls.write_through_cache(fd)
+        _write_all(fd, data, offset, calls)
 
 
 def _write_buffered(fd: int, parts: Iterable[Buffer], calls: SystemCalls) -> int:
@@ -160,10 +180,10 @@ def _write_buffered(fd: int, parts: Iterable[Buffer], calls: SystemCalls) -> int
 
 
 def _write_direct(fd: int, parts: Iterable[Buffer], calls: SystemCalls) -> int:
-    """Fill aligned buffers with the parts while threads write the buffers before."""
-    with _DirectWriters(fd, calls) as writers:
+    """Fill aligned buffers with the parts while a thread writes the buffers before."""
+    with _DirectWriter(fd, calls) as writer:
         length = 0
-        buffer, filled = writers.free_buffer(), 0
+        buffer, filled = writer.free_buffer(), 0
         for part in parts:
             view = memoryview(part).cast("B")
             while view:
@@ -171,40 +191,41 @@ def _write_direct(fd: int, parts: Iterable[Buffer], calls: SystemCalls) -> int:
                 buffer[filled : filled + take] = view[:take]
                 view, filled = view[take:], filled + take
                 if filled == _BUFFER_BYTES:
-                    writers.write(buffer, _BUFFER_BYTES, length)
+                    writer.write(buffer, _BUFFER_BYTES, length)
                     length += filled
-                    buffer, filled = writers.free_buffer(), 0
+                    buffer, filled = writer.free_buffer(), 0
         padded = -(-filled // _BLOCK_BYTES) * _BLOCK_BYTES
         if padded:
-            writers.write(buffer, padded, length)
+            writer.write(buffer, padded, length)
     calls.truncate(fd, length + filled)
     return length + filled
 
 
-class _DirectWriters:
-    """A few threads that write aligned buffers to one file, and give them back."""
+class _DirectWriter:
+    """A thread that writes aligned buffers to one file, and gives them back. One, since writes that
+    extend a file take turns in the file system anyway."""
 
     def __init__(self, fd: int, calls: SystemCalls) -> None:
         self._fd, self._calls = fd, calls
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._full: queue.SimpleQueue[tuple[memoryview, int, int] | None] = queue.SimpleQueue()
         self._error: OSError | None = None
-        self._memory = mmap.mmap(-1, _BUFFERS * _BUFFER_BYTES)  # page-aligned
+        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._memory = mmap.mmap(-1, _BUFFERS * _BUFFER_BYTES, flags=kind)  # page-aligned
+        with contextlib.suppress(OSError):  # fewer, larger requests to the disk, where it works
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._view = memoryview(self._memory)
         for i in range(_BUFFERS):
             self._free.put(self._view[i * _BUFFER_BYTES : (i + 1) * _BUFFER_BYTES])
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(_WRITERS)]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
-    def __enter__(self) -> _DirectWriters:
+    def __enter__(self) -> _DirectWriter:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for _ in self._threads:
-            self._full.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._full.put(None)
+        self._thread.join()
         with contextlib.suppress(queue.Empty):
             while True:
                 self._free.get_nowait().release()
@@ -215,7 +236,7 @@ class _DirectWriters:
             raise self._error
 
     def free_buffer(self) -> memoryview:
-        """An aligned buffer of _BUFFER_BYTES; waits for one. Raises a writer's error."""
+        """An aligned buffer of _BUFFER_BYTES; waits for one. Raises the writer's error."""
         buffer = self._free.get()
         if self._error is not None:
             self._free.put(buffer)
@@ -223,7 +244,7 @@ class _DirectWriters:
         return buffer
 
     def write(self, buffer: memoryview, nbytes: int, offset: int) -> None:
-        """Hand a filled buffer to the threads."""
+        """Hand a filled buffer to the thread."""
         self._full.put((buffer, nbytes, offset))
 
     def _run(self) -> None:
@@ -231,7 +252,7 @@ class _DirectWriters:
             buffer, nbytes, offset = job
             try:
                 if self._error is None:
-                    _write_all(self._fd, buffer[:nbytes], offset, self._calls)
+                    _write_direct_all(self._fd, buffer[:nbytes], offset, self._calls)
             except OSError as error:
                 self._error = error
             finally:
@@ -249,3 +270,44 @@ def temporaries(root: Path) -> Iterator[Path]:
         for name in files:
             if is_temporary(name):
                 yield Path(directory) / name
+
+
+def publish(temporary: Path, path: Path, calls: SystemCalls) -> None:
+    """Give a finished file or folder beside `path` that name, durably, with all that is in it.
+
+    A file replaces a file at once. Where a folder is replaced, or replaces something, what has the
+    name is first moved aside beside it (`.tmp`), and removed at the end: a crash in between leaves
+    both, and neither is half.
+
+    Raises:
+        OSError: the file system refused; what had the name has it still.
+    """
+    for directory, _, files in os.walk(temporary, topdown=False):
+        for name in files:
+            _sync_file(Path(directory, name), calls)
+        calls.sync_directory(Path(directory))
+    if not temporary.is_dir():
+        _sync_file(temporary, calls)
+    aside = temporary.with_name(temporary.name.removesuffix(TEMPORARY_SUFFIX) + "-old.tmp")
+    in_the_way = os.path.lexists(path) and (temporary.is_dir() or path.is_dir())
+    if in_the_way:
+        calls.rename(path, aside)
+    try:
+        calls.rename(temporary, path)
+    except OSError:
+        if in_the_way:
+            calls.rename(aside, path)
+        raise
+    calls.sync_directory(path.parent)
+    if in_the_way and aside.is_dir() and not aside.is_symlink():
+        shutil.rmtree(aside)
+    elif in_the_way:
+        calls.unlink(aside)
+
+
+def _sync_file(path: Path, calls: SystemCalls) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        calls.sync(fd)
+    finally:
+        os.close(fd)

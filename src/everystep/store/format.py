@@ -12,8 +12,8 @@ import msgspec
 import xxhash
 from msgspec import Struct
 
-from everystep.errors import Damaged
-from everystep.types import Json, Piece, StepRef, TensorSpec, is_timeline
+from everystep.errors import Damaged, StoreError, StoreFailed
+from everystep.types import Buffer, Json, Piece, StepRef, TensorSpec, is_timeline
 
 FORMAT = 1
 """Version of everything below; a reader refuses a higher one."""
@@ -130,30 +130,45 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 
 
 def encode_record(record: Struct) -> bytes:
-    """A record in its frame: JSON whose first entry is the hash of the rest."""
+    """A record in its frame: JSON whose first entry is the hash of the rest.
+
+    Raises:
+        StoreFailed: it is longer than a reader would accept.
+    """
     rest = FRAME_MIDDLE[2:] + msgspec.json.encode(record) + FRAME_SUFFIX
-    return FRAME_PREFIX + digest(rest).encode() + FRAME_MIDDLE[:2] + rest
+    data = FRAME_PREFIX + digest(rest).encode() + FRAME_MIDDLE[:2] + rest
+    if len(data) > MAX_RECORD_BYTES:
+        limit = f"<= {MAX_RECORD_BYTES:,} bytes"
+        raise StoreFailed("the record is too long", expected=limit, found=f"{len(data):,}")
+    return data
 
 
-def decode_record(data: bytes, kind: type[_Record], path: object) -> _Record:
+def check_frame_start(data: Buffer, path: object) -> None:
+    """Check as much of a frame as stands before its content.
+
+    Raises:
+        Damaged: this is not the beginning of a record.
+    """
+    start = bytes(data[:FRAME_BYTES])
+    if not start.startswith(FRAME_PREFIX) or start[-len(FRAME_MIDDLE) :] != FRAME_MIDDLE:
+        raise Damaged("is cut or is not one of our records", path=path, at=0)
+
+
+def decode_record(data: Buffer, kind: type[_Record], path: object) -> _Record:
     """Check the frame and read the record.
 
     Raises:
         Damaged: a byte differs from what was written, or the record is not well formed.
+        StoreError: it is of a newer version of the format.
     """
+    view = memoryview(data)
+    check_frame_start(view, path)
     hash_end = len(FRAME_PREFIX) + 32
-    rest = data[hash_end + 2 :]
-    framed = (
-        data.startswith(FRAME_PREFIX)
-        and data[hash_end : hash_end + 2] == FRAME_MIDDLE[:2]
-        and rest.startswith(FRAME_MIDDLE[2:])
-        and rest.endswith(FRAME_SUFFIX)
-    )
-    if not framed:
-        raise Damaged("is cut or is not one of our records", path=path, at=0)
-    if data[len(FRAME_PREFIX) : hash_end] != digest(rest).encode():
-        raise Damaged(f"hash differs somewhere in its {len(data):,} bytes", path=path, at=0)
-    content = data[FRAME_BYTES : -len(FRAME_SUFFIX)]
+    if len(view) < FRAME_BYTES + len(FRAME_SUFFIX) or view[-len(FRAME_SUFFIX) :] != FRAME_SUFFIX:
+        raise Damaged("is cut or is not one of our records", path=path, at=len(view))
+    if view[len(FRAME_PREFIX) : hash_end] != digest(view[hash_end + 2 :]).encode():
+        raise Damaged(f"hash differs somewhere in its {len(view):,} bytes", path=path, at=0)
+    content = view[FRAME_BYTES : -len(FRAME_SUFFIX)]
     try:
         _check_version(content, path)
         return msgspec.json.decode(content, type=kind)
@@ -165,10 +180,12 @@ class _Version(Struct):
     format: int
 
 
-def _check_version(content: bytes, path: object) -> None:
+def _check_version(content: Buffer, path: object) -> None:
     version = msgspec.json.decode(content, type=_Version).format
-    if version > FORMAT:
-        raise Damaged(
+    if version < 1:
+        raise Damaged("format", path=path, expected="1 or higher", found=version)
+    if version > FORMAT:  # not damage: nothing may be set aside or written over because of it
+        raise StoreError(
             "was written by a newer everystep",
             path=path,
             expected=f"format {FORMAT} or lower",
@@ -206,9 +223,17 @@ class PartName(NamedTuple):
         return self.stem + (f"-{self.replica}" if self.replica else "") + ".json"
 
 
-_MARKER = re.compile(r"s(\d{6,9})-r(\d{5})of(\d{5})(?:-([0-9a-f]{16}))?\.json")
-_STEM = re.compile(r"(s\d{6,9}-r\d{5}of\d{5})[.-]")
-_STEP_DIRECTORY = re.compile(rf"\d{{{STEP_DIGITS}}}")
+# One spelling for each number, so that a name says nothing that its owner would not write.
+_SESSION = r"(?:[0-9]{6}|[1-9][0-9]{6,8})"
+_MARKER = re.compile(rf"s({_SESSION})-r([0-9]{{5}})of([0-9]{{5}})(?:-([0-9a-f]{{16}}))?\.json")
+_STEM = re.compile(rf"(s{_SESSION}-r[0-9]{{5}}of[0-9]{{5}})[.-][A-Za-z0-9_%@=+.-]{{1,200}}")
+_STEP_DIRECTORY = re.compile(rf"[0-9]{{{STEP_DIGITS}}}")
+_SESSION_FILE = re.compile(rf"sessions/({_SESSION})\.json")
+
+LAST_SESSION = 999_999_999
+LAST_STEP = 10**STEP_DIGITS - 1
+MOST_RANKS = 99_999
+"""What the names have room for."""
 
 
 def parse_marker(name: str) -> PartName | None:
@@ -223,7 +248,7 @@ def parse_marker(name: str) -> PartName | None:
 
 def owner_of(name: str) -> str | None:
     """The stem of the part that a data file or record belongs to; None for any other name."""
-    match = _STEM.match(name)
+    match = _STEM.fullmatch(name)
     return match.group(1) if match else None
 
 
@@ -252,9 +277,30 @@ def session_file(number: int) -> str:
     return f"sessions/{number:06d}.json"
 
 
+def parse_timeline_file(name: str) -> str | None:
+    """The timeline whose record has this path; None if it is no such path."""
+    if not name.startswith("timelines/") or not name.endswith(".json"):
+        return None
+    timeline = name[len("timelines/") : -len(".json")]
+    return timeline if is_timeline(timeline) else None
+
+
+def parse_session_file(name: str) -> int | None:
+    """The session whose record has this path; None if it is no such path."""
+    match = _SESSION_FILE.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
 def file_label(section: str) -> str:
-    """A section's name as part of a file name: letters that are not plain become %XX."""
-    return "".join(
+    """A section's name as part of a file name: bytes that are not plain letters or digits become
+    %XX; a label of more than 100 characters is cut, and ends in `%` and 16 digits of a hash."""
+    label = "".join(
         chr(byte) if chr(byte).isalnum() and byte < 128 else f"%{byte:02X}"
         for byte in section.encode()
     )
+    if len(label) <= _MAX_LABEL:
+        return label
+    return f"{label[: _MAX_LABEL - 17]}%{digest(section.encode())[:16]}"
+
+
+_MAX_LABEL = 100

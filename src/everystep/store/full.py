@@ -7,16 +7,18 @@ the step exist for this rank.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import xxhash
 
-from everystep.errors import Damaged
+from everystep.errors import Damaged, StoreError, StoreFailed
 from everystep.store import format as fmt
 from everystep.store import tensorfile
 from everystep.store.backend import Backend, NewFile
 from everystep.store.format import DataFile, PartName, RankRecord, StoredPiece, StoredTensor
+from everystep.store.wellformed import complaints
 from everystep.types import Buffer, Json, Piece, StepRef, TensorSpec, split_key
 
 STATE_SECTION = "state"
@@ -62,26 +64,61 @@ def write_full(
             hashed, not written.
 
     Raises:
-        StoreError: as the backend says; the step does not exist then.
+        StoreError: as the backend says; the step does not exist then, and what had been written of
+            it is removed as far as the store allows.
     """
     by_key = {source.spec.key: source for source in sources}
     base = PartName(part.session, part.rank, part.world_size, "")
     directory = fmt.step_directory(part.ref)
+    _require_names(part, base)
     writers = [_SectionWriter(members, by_key) for members in _by_section(pieces).values()]
     files = [writer.data_file(base) for writer in writers]
-    backend.put(
-        [
-            NewFile(f"{directory}/{file.name}", file.nbytes, writer.parts())
-            for file, writer in zip(files, writers, strict=True)
-        ]
-    )
+    names = [f"{directory}/{file.name}" for file in files]
+    try:
+        backend.put(
+            [
+                NewFile(name, file.nbytes, writer.parts())
+                for name, file, writer in zip(names, files, writers, strict=True)
+            ]
+        )
+        record = _record_of(part, sources, by_key, writers, files)
+        marker = f"{directory}/{base._replace(replica=(record.replica_xxh3_128 or '')[:16]).marker}"
+        names.insert(0, marker)  # is removed before the data, should it be there in spite of all
+        _put_marker(backend, marker, base, record)
+    except BaseException:
+        with contextlib.suppress(StoreError):
+            for name in names:
+                backend.delete(name)
+        raise
+    return record
+
+
+def _require_names(part: Part, base: PartName) -> None:
+    """Refuse numbers for which names have no room: no reader would see such a step."""
+    path = f"{fmt.step_directory(part.ref)}/{base.marker}"
+    place = fmt.parse_step_path(path)
+    if place is None or place[0] != part.ref or fmt.parse_marker(place[1]) != base:
+        raise StoreFailed(
+            "a step, session or rank has too many digits for the name of a file",
+            path=path,
+            expected=f"<= step {fmt.LAST_STEP:,}, {fmt.MOST_RANKS:,} ranks",
+        )
+
+
+def _record_of(
+    part: Part,
+    sources: Sequence[Source],
+    by_key: Mapping[str, Source],
+    writers: Sequence[_SectionWriter],
+    files: list[DataFile],
+) -> RankRecord:
     stored = [piece for index, writer in enumerate(writers) for piece in writer.stored(index)]
     whole = {p.piece.key: p.xxh3_128 for p in stored if _is_whole(p.piece, by_key)}
     tensors = [
         StoredTensor(spec=source.spec, xxh3_128=whole.get(source.spec.key) or _hash_all(source))
         for source in sources
     ]
-    record = RankRecord(
+    return RankRecord(
         run=part.run,
         timeline=part.ref.timeline,
         step=part.ref.step,
@@ -97,14 +134,15 @@ def write_full(
         tree=part.tree,
         versions=part.versions,
     )
-    _put_marker(backend, directory, base, record)
-    return record
 
 
-def _put_marker(backend: Backend, directory: str, base: PartName, record: RankRecord) -> None:
-    name = f"{directory}/{base._replace(replica=(record.replica_xxh3_128 or '')[:16]).marker}"
+def _put_marker(backend: Backend, name: str, base: PartName, record: RankRecord) -> None:
+    """Make the record durable, unless it would not be read as what it is."""
     data = fmt.encode_record(record)
-    fmt.decode_record(data, RankRecord, name)  # what cannot be read must not become durable
+    if fmt.decode_record(data, RankRecord, name) != record:
+        raise Damaged("a record does not read back as it was written", path=name)
+    for complaint in complaints(record, base.stem):
+        raise Damaged(complaint, path=name)
     backend.put([NewFile(name, len(data), [data])])
 
 
@@ -139,6 +177,7 @@ class _SectionWriter:
         self._header = tensorfile.encode_header(slots, {"format": "pt"})
         self._nbytes = len(self._header) + (slots[-1].stop if slots else 0)
         self._hashes = {slot.name: "" for slot in slots}
+        tensorfile.header_length(self._header[:8], self._nbytes, self._section)
         if tensorfile.decode_header(self._header, self._nbytes, self._section) != slots:
             raise Damaged("a header does not read back as it was written", path=self._section)
 

@@ -8,6 +8,7 @@ import fcntl
 import os
 import re
 import secrets
+import stat
 import struct
 import threading
 import time
@@ -92,9 +93,13 @@ class LocalBackend:
                 with translated(path):
                     self._calls.rename(temporary, path)
                 ready.pop(0)
-            for directory in {self._path(file.name).parent for file in files}:
+            for directory in sorted({self._path(file.name).parent for file in files}):
                 with translated(directory):
                     self._calls.sync_directory(directory)
+        except Missing as error:
+            raise StoreFailed(
+                "the directory has vanished", path=error.path, hint="is the store still mounted?"
+            ) from error
         finally:
             for temporary, _ in ready:
                 with contextlib.suppress(OSError):
@@ -104,8 +109,10 @@ class LocalBackend:
         """See `Backend.read`."""
         path = self._path(name)
         with translated(path):
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            _require_regular(os.lstat(path), path)  # opening a device can do things by itself
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
+                _require_regular(os.fstat(fd), path)
                 while into:
                     taken = os.preadv(fd, [into[: 16 << 20]], offset)
                     if taken == 0:
@@ -118,24 +125,28 @@ class LocalBackend:
         """See `Backend.size`."""
         path = self._path(name)
         with translated(path):
-            return os.lstat(path).st_size
+            found = os.lstat(path)
+        _require_regular(found, path)
+        return found.st_size
 
     def list(self, prefix: str) -> Iterator[Entry]:
         """See `Backend.list`."""
         top = self._path(prefix) if prefix else self._root
+        if prefix and top.is_symlink():
+            return
         pending = [(top, prefix + "/" if prefix else "")]
         while pending:
             directory, before = pending.pop()
             try:
                 with translated(directory), os.scandir(directory) as found:
-                    entries = [(entry, _size_of(entry)) for entry in found]
+                    entries = list(_sizes(found))
             except Missing:
                 continue  # nothing there, or removed while we looked
             for entry, nbytes in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append((Path(entry.path), f"{before}{entry.name}/"))
-                elif nbytes is not None:
-                    yield Entry(before + entry.name, nbytes)
+                if nbytes is None:
+                    pending.append((Path(entry.path), f"{before}{_shown(entry.name)}/"))
+                else:
+                    yield Entry(before + _shown(entry.name), nbytes)
 
     def delete(self, name: str) -> None:
         """See `Backend.delete`. Directories that become empty go too."""
@@ -149,10 +160,8 @@ class LocalBackend:
         while directory != self._root:
             try:
                 self._calls.remove_directory(directory)
-            except OSError as error:
-                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-                    return
-                raise
+            except OSError:  # not empty, or in use: the files are gone, which is what counts
+                return
             directory = directory.parent
 
     def move(self, name: str, to: str) -> None:
@@ -180,22 +189,33 @@ class LocalBackend:
         with _held_here(path, slot):
             with translated(path):
                 durable.make_directories(self._root, path.parent, self._calls)
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+                fd = os.open(path, flags, 0o666)
             try:
                 with translated(path):
+                    _require_regular(os.fstat(fd), path)
                     _acquire(fd, slot, path)
                 yield
             finally:
                 os.close(fd)
 
 
-def _size_of(entry: os.DirEntry[str]) -> int | None:
-    """Length of a regular file; None for anything else, and for what has just been removed."""
-    try:
-        regular = entry.is_file(follow_symlinks=False)
-        return entry.stat(follow_symlinks=False).st_size if regular else None
-    except FileNotFoundError:
-        return None
+def _sizes(found: Iterator[os.DirEntry[str]]) -> Iterator[tuple[os.DirEntry[str], int | None]]:
+    """Each entry with its length; None for a directory. What has just been removed is left out."""
+    for entry in found:
+        with contextlib.suppress(FileNotFoundError):
+            folder = entry.is_dir(follow_symlinks=False)
+            yield entry, None if folder else entry.stat(follow_symlinks=False).st_size
+
+
+def _shown(name: str) -> str:
+    """A name as text: bytes that are not UTF-8 as `\\xNN`, which no store name contains."""
+    return name if name.isascii() else os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def _require_regular(found: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise Damaged("is a link, folder or special file, and a store has none", path=path, at=0)
 
 
 _owned: dict[tuple[str, int], int] = {}

@@ -64,6 +64,13 @@ def locate(records: Mapping[int, RankRecord], rank: int) -> list[Located]:
         parts = own if _covers(own, tensor.spec) else sorted(candidates, key=_start)
         if not (tensor.spec.replicated or parts is own) or not _covers(parts, tensor.spec):
             raise Damaged(f"{spoken(tensor.spec.key)}: not all of it is in the files", rank=rank)
+        if len(parts) == 1 and parts[0][1].xxh3_128 != tensor.xxh3_128:
+            raise Damaged(
+                f"{spoken(tensor.spec.key)}: what is stored is another tensor",
+                rank=rank,
+                expected=tensor.xxh3_128,
+                found=parts[0][1].xxh3_128,
+            )
         located.append(Located(tensor, parts))
     return located
 
@@ -135,7 +142,11 @@ class StepReader:
                 raise
         for tensor, view in split:
             if fmt.digest(view) != tensor.xxh3_128:
-                raise Damaged(f"{spoken(tensor.spec.key)}: its pieces make another tensor")
+                raise self._other_tensor(tensor)
+
+    def _other_tensor(self, tensor: StoredTensor) -> Damaged:
+        problem = f"{spoken(tensor.spec.key)}: its pieces make another tensor"
+        return Damaged(problem, step=self._entry.ref)
 
     def _jobs(
         self, located: Sequence[Located], buffer_for: Callable[[TensorSpec], memoryview]
@@ -196,6 +207,24 @@ class StepReader:
         scratch = memoryview(bytearray(min(nbytes, _CHUNK_BYTES)))
         stretches = _stretches(nbytes)
         self._prove(name, offset, stored, ((s, scratch[:n]) for s, n in stretches), progress)
+
+    def check_whole(self, located: Located) -> None:
+        """Read the pieces of one tensor in order and compare the hash of all, keeping nothing.
+
+        Raises:
+            Damaged: it is another tensor.
+        """
+        state = xxhash.xxh3_128()
+        scratch = memoryview(bytearray(_CHUNK_BYTES))
+        spec = located.tensor.spec
+        for rank, stored in located.parts:
+            name, offset = self._slot(rank, stored, spec)
+            length = (stored.piece.stop - stored.piece.start) * (item_bytes(spec.dtype) or 1)
+            for start, nbytes in _stretches(length):
+                self._backend.read(name, scratch[:nbytes], offset + start)
+                state.update(scratch[:nbytes])
+        if state.hexdigest() != located.tensor.xxh3_128:
+            raise self._other_tensor(located.tensor)
 
     def _read_piece(self, job: _Job, progress: Callable[[int], None] | None) -> None:
         stretches = _stretches(len(job.into))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 from msgspec import Struct
 
-from everystep.errors import StoreError, UsageError
+from everystep.errors import Damaged, Missing, StoreError, UsageError
 from everystep.store.format import PartName
 from everystep.store.run import Run, StepEntry
 from everystep.types import StepRef
@@ -29,7 +30,7 @@ class Retention(Struct, frozen=True, kw_only=True):
     """Steps whose number is a multiple of this. None: no such rule."""
     keep_best: str | None = None
     """The name of a metric given to `step()`: the best `best_count` steps by it, as rank 0 saw
-    it. NaN is never best. None: no such rule."""
+    it. What is not finite is never best. None: no such rule."""
     best: Literal["min", "max"] = "min"
     """Whether small or large values of `keep_best` are good."""
     best_count: int = 1
@@ -102,6 +103,9 @@ def _best(
 class Upkeep:
     """What one rank does after each of its steps: see which steps have become complete, and
     remove its own files of those that may go. It touches no other rank's and no other timeline's.
+
+    Files are removed by a thread, since a large one can take longer to remove than to write; one
+    removal is under way at most, so that a full disk is not outrun.
     """
 
     def __init__(
@@ -113,13 +117,16 @@ class Upkeep:
         self._open: dict[StepRef, int] = {}
         self._metrics: dict[StepRef, float] = {}
         self._pinned = set(pinned)
+        self._remover = ThreadPoolExecutor(1, thread_name_prefix="everystep-remove")
+        self._removal: Future[tuple[list[StepEntry], StoreError | None]] | None = None
 
     def after_step(self, ref: StepRef, session: int) -> list[StepEntry]:
         """Note a step that this rank has just stored; returns the entries of steps that are not
         yet complete, or cannot become so, oldest first.
 
         Raises:
-            StoreError: a file could not be looked at or removed; the next call tries again.
+            StoreError: a file could not be looked at, or (by the call before) not be removed; the
+                next call tries again.
         """
         self._open[ref] = session
         for open_ref in sorted(self._open):
@@ -131,20 +138,51 @@ class Upkeep:
             if entry is not None and entry.complete:
                 del self._open[open_ref]
         if not self._policy.keeps_all:
-            self._remove()
+            self.finish_removal()
+            self._read_metrics()
+            plan = plan_retention(self._known.values(), self._policy, self._metrics, self._pinned)
+            if plan:
+                self._removal = self._remover.submit(self._remove, plan)
         waiting = (self._known.get((r, s)) for r, s in sorted(self._open.items()))
         return [entry for entry in waiting if entry is not None]
 
-    def _remove(self) -> None:
-        self._read_metrics()
-        plan = plan_retention(self._known.values(), self._policy, self._metrics, self._pinned)
-        for entry in plan:
-            if self._rank < entry.world_size:
-                stem = PartName(entry.session, self._rank, entry.world_size, "").stem
-                self._run.delete_part(entry.ref, stem)
+    def _remove(self, plan: list[StepEntry]) -> tuple[list[StepEntry], StoreError | None]:
+        gone: list[StepEntry] = []
+        failure: StoreError | None = None
+        for entry in plan:  # one that cannot be removed must not keep the others
+            try:
+                if self._rank < entry.world_size:
+                    stem = PartName(entry.session, self._rank, entry.world_size, "").stem
+                    self._run.delete_part(entry.ref, stem)
+                gone.append(entry)
+            except StoreError as error:
+                failure = failure or error
+        return gone, failure
+
+    def finish_removal(self) -> None:
+        """Wait until what is being removed is gone.
+
+        Raises:
+            StoreError: a file could not be removed; it stays in the plan.
+        """
+        removal, self._removal = self._removal, None
+        gone, failure = ((), None) if removal is None else removal.result()
+        for entry in gone:
             del self._known[entry.ref, entry.session]
-            self._open.pop(entry.ref, None)
+            if self._open.get(entry.ref) == entry.session:
+                del self._open[entry.ref]
             self._metrics.pop(entry.ref, None)
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Finish, and end the thread.
+
+        Raises:
+            StoreError: as `finish_removal`.
+        """
+        with self._remover:
+            self.finish_removal()
 
     def _read_metrics(self) -> None:
         """All ranks decide by rank 0's value, so that they keep the same steps."""
@@ -157,9 +195,14 @@ class Upkeep:
 
 
 def metric_of(run: Run, entry: StepEntry, name: str) -> float:
-    """A metric of a step as rank 0 recorded it; NaN where there is none or it cannot be read."""
+    """A metric of a step as rank 0 recorded it; NaN where there is none, it is not finite, or the
+    record is gone or damaged.
+
+    Raises:
+        StoreError: the store did not answer, so that it is not known.
+    """
     try:
         value = run.record(entry, 0).metrics.get(name)
-    except StoreError:
+    except (Damaged, Missing):
         return math.nan
     return float(value) if isinstance(value, int | float) else math.nan

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from everystep.errors import Damaged, Missing, NotARun, NothingToRestore
+from everystep.errors import Damaged, Missing, NotARun, NothingToRestore, StoreFailed
 from everystep.store import durable
 from everystep.store import format as fmt
 from everystep.store.backend import Backend, Entry, NewFile
@@ -25,12 +25,15 @@ from everystep.store.format import (
     TimelineRecord,
 )
 from everystep.store.local import LocalBackend, exists
+from everystep.store.wellformed import complaints
 from everystep.types import MAIN, StepRef, is_timeline
 
 _log = logging.getLogger("everystep")
 
 SET_ASIDE = "damaged"
 """Where files of a step that failed its proof are moved, below the run."""
+
+_LARGE_BYTES = 1 << 20
 
 _Record = TypeVar("_Record", RunRecord, TimelineRecord, SessionRecord, RankRecord)
 
@@ -61,6 +64,13 @@ class StepEntry(Struct, frozen=True, kw_only=True):
         """The ranks whose record is not there."""
         there = {part.rank for part in self.parts}
         return [rank for rank in range(self.world_size) if rank not in there]
+
+    @property
+    def missing(self) -> str:
+        """The ranks whose record is not there, for a message: `1, 2 and 40 more`."""
+        ranks = self.missing_ranks
+        more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+        return ", ".join(map(str, ranks[:8])) + more
 
 
 class Listing(Struct, frozen=True, kw_only=True):
@@ -96,13 +106,15 @@ class Listing(Struct, frozen=True, kw_only=True):
         """
         complete = self.complete()
         found: list[StepEntry] = []
+        seen: set[str] = set()
         limit: int | None = None
         name: str | None = timeline
-        for _ in range(len(self.timelines) + 1):
-            if name is None:
-                break
+        while name is not None and name not in seen:
+            seen.add(name)
             if name not in self.timelines:
-                raise NothingToRestore(f"there is no timeline {name!r}")
+                if name == timeline:
+                    raise NothingToRestore(f"there is no timeline {name!r}")
+                break  # nothing of this ancestor is left, or it is named by nothing that is whole
             found += [
                 entry
                 for ref, entry in complete.items()
@@ -176,22 +188,21 @@ class Run:
         for entry in self.backend.list(""):
             name = entry.name
             place = fmt.parse_step_path(name)
-            if place is not None and fmt.owner_of(place[1]) is not None:
-                files.setdefault(place[0], []).append(entry)
-                continue
             try:
-                if name.startswith("timelines/") and name.endswith(".json"):
-                    timeline = self._cached(name, TimelineRecord)
+                if place is not None and fmt.owner_of(place[1]) is not None:
+                    files.setdefault(place[0], []).append(entry)
+                elif fmt.parse_timeline_file(name) is not None:
+                    timeline = self._timeline(name)
                     timelines[timeline.name] = timeline
-                elif name.startswith("sessions/") and name.endswith(".json"):
-                    sessions.append(self._cached(name, SessionRecord))
+                elif fmt.parse_session_file(name) is not None:
+                    sessions.append(self._session(name))
                 elif name not in (fmt.RUN_FILE, fmt.LOCK_FILE) and not is_set_aside(name):
                     strangers.append(name)
             except Damaged as damage:
                 damages.append(damage)
-        for ref in files:
-            if ref.timeline not in timelines:  # its record is lost; its name says the same
-                timelines[ref.timeline] = _timeline_from_name(ref.timeline)
+        for used in {ref.timeline for ref in files} | {session.timeline for session in sessions}:
+            if used not in timelines:  # its record is lost; its name says the same
+                timelines[used] = _timeline_from_name(used)
         found = [_entries(ref, entries) for ref, entries in files.items()]
         return Listing(
             steps=tuple(sorted((e for f in found for e in f[0]), key=lambda e: (e.ref, e.session))),
@@ -201,6 +212,21 @@ class Run:
             strangers=tuple(sorted(strangers)),
             damages=tuple(damages),
         )
+
+    def _timeline(self, name: str) -> TimelineRecord:
+        record = self._cached(name, TimelineRecord)
+        named = fmt.parse_timeline_file(name)
+        if record.name != named:
+            raise Damaged("belongs elsewhere", path=name, expected=named, found=record.name)
+        return record
+
+    def _session(self, name: str) -> SessionRecord:
+        record = self._cached(name, SessionRecord)
+        expected = (self.id, fmt.parse_session_file(name))
+        if (record.run, record.session) != expected or not is_timeline(record.timeline):
+            found = (record.run, record.session, record.timeline)
+            raise Damaged("belongs elsewhere", path=name, expected=expected, found=found)
+        return record
 
     def _cached(self, name: str, kind: type[_Record]) -> _Record:
         """A record that never changes once written."""
@@ -216,7 +242,7 @@ class Run:
         """Read one rank's record of a step.
 
         Raises:
-            Damaged: it is not what was written, or not of this run, step and rank.
+            Damaged: it is not what was written, not of this run, step and rank, or makes no sense.
             Missing: it is not there.
         """
         part = next((part for part in entry.parts if part.rank == rank), None)
@@ -231,6 +257,8 @@ class Run:
         found = (record.run, StepRef(record.timeline, record.step), found_part)
         if found != expected:
             raise Damaged("belongs elsewhere", path=name, expected=expected, found=found)
+        for complaint in complaints(record, part.stem):
+            raise Damaged(complaint, path=name, at=fmt.FRAME_BYTES, step=entry.ref, rank=rank)
         return record
 
     def records(self, entry: StepEntry) -> dict[int, RankRecord]:
@@ -275,9 +303,11 @@ class Run:
                     self.delete_part(entry.ref, part.stem)
         for ref, stem in listing.loose:
             self.delete_part(ref, stem)
-        names = [entry.name.rsplit("/", 1)[1] for entry in self.backend.list("sessions")]
-        numbers = [int(name[:-5]) for name in names if name[:-5].isdigit()]
-        return max([0, *numbers, *(entry.session for entry in listing.steps)]) + 1
+        numbers = [fmt.parse_session_file(e.name) or 0 for e in self.backend.list("sessions")]
+        last = max([0, *numbers, *(entry.session for entry in listing.steps)])
+        if last >= fmt.LAST_SESSION:
+            raise StoreFailed("there are no more session numbers", found=last)
+        return last + 1
 
     def begin_session(
         self,
@@ -338,12 +368,13 @@ def _entries(ref: StepRef, files: list[Entry]) -> tuple[list[StepEntry], list[tu
 
 def _identity_from_sessions(backend: Backend) -> RunRecord | None:
     """The identity of a run whose `run.json` is lost: every session's record repeats it."""
-    for entry in sorted(backend.list("sessions"), reverse=True):
+    names = [e.name for e in backend.list("sessions") if fmt.parse_session_file(e.name) is not None]
+    for name in sorted(names, key=lambda name: fmt.parse_session_file(name) or 0, reverse=True):
         try:
-            session = read_record(backend, entry.name, SessionRecord)
-        except Damaged:
+            session = read_record(backend, name, SessionRecord)
+        except (Damaged, Missing):
             continue
-        _log.warning("%s is lost or damaged; identity taken from %s", fmt.RUN_FILE, entry.name)
+        _log.warning("%s is lost or damaged; identity taken from %s", fmt.RUN_FILE, name)
         return RunRecord(run=session.run, created=session.created)
     return None
 
@@ -363,7 +394,7 @@ def _require_empty(backend: Backend) -> None:
 def _timeline_from_name(name: str) -> TimelineRecord:
     parent, at, step = name.rpartition("@")
     digits = step.split(".")[0]
-    forked = bool(at) and digits.isdigit() and is_timeline(parent)
+    forked = bool(at) and digits.isascii() and digits.isdigit() and is_timeline(parent)
     return TimelineRecord(name=name, parent=StepRef(parent, int(digits)) if forked else None)
 
 
@@ -375,9 +406,10 @@ def is_set_aside(name: str) -> bool:
 def fork_name(listing: Listing, ref: StepRef) -> str:
     """A new timeline's name: `main@900`, then `main@900.2`, …"""
     base = f"{ref.timeline}@{ref.step}"
+    if not is_timeline(f"{base}.{len(listing.timelines) + 2}"):
+        base = "t"  # a fork of forks whose name has become too long; its record says from where
     names = [base] + [f"{base}.{n}" for n in range(2, len(listing.timelines) + 3)]
-    name = next(n for n in names if n not in listing.timelines)
-    return name if is_timeline(name) else f"t{len(listing.timelines) + 1}"
+    return next(name for name in names if name not in listing.timelines)
 
 
 def read_record(backend: Backend, name: str, kind: type[_Record]) -> _Record:
@@ -390,9 +422,13 @@ def read_record(backend: Backend, name: str, kind: type[_Record]) -> _Record:
     length = backend.size(name)
     if length > fmt.MAX_RECORD_BYTES:
         raise Damaged("length", path=name, expected=f"<= {fmt.MAX_RECORD_BYTES:,}", found=length)
+    if length > _LARGE_BYTES:  # before so much memory is taken
+        start = bytearray(fmt.FRAME_BYTES)
+        backend.read(name, memoryview(start), 0)
+        fmt.check_frame_start(start, name)
     data = bytearray(length)
     backend.read(name, memoryview(data), 0)
-    return fmt.decode_record(bytes(data), kind, name)
+    return fmt.decode_record(data, kind, name)
 
 
 def write_record(backend: Backend, name: str, record: Struct) -> None:

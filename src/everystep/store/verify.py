@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
@@ -42,9 +43,9 @@ def verify_run(
     try:
         read_record(run.backend, fmt.RUN_FILE, RunRecord)
     except StoreError as error:
-        yield _finding(error)
+        yield _finding(run, error)
     for damage in listing.damages:
-        yield _finding(damage)
+        yield _finding(run, damage)
     for entry in listing.steps:
         yield from verify_step(run, entry, progress)
     for ref, stem in listing.loose:
@@ -69,20 +70,19 @@ def verify_step(
         try:
             records[part.rank] = run.record(entry, part.rank)
         except StoreError as error:
-            yield _finding(error, entry.ref, part.rank)
+            yield _finding(run, error, entry.ref, part.rank)
+    whole = True
     for rank, record in records.items():
         for problem in _verify_part(run, entry, rank, record, progress):
-            yield _finding(problem, entry.ref, rank)
+            whole = False
+            yield _finding(run, problem, entry.ref, rank)
     yield from _unnamed_files(run, entry, records)
     if len(records) == entry.world_size:
-        for rank in records:
-            try:
-                locate(records, rank)
-            except EverystepError as error:
-                yield _finding(error, entry.ref, rank)
+        yield from _verify_whole(run, entry, records, read=whole)
     elif len(entry.parts) < entry.world_size:
-        missing = ", ".join(map(str, entry.missing_ranks))
-        yield Finding(level="note", what=f"incomplete: nothing of rank {missing}", step=entry.ref)
+        yield Finding(
+            level="note", what=f"incomplete: nothing of rank {entry.missing}", step=entry.ref
+        )
 
 
 def _verify_part(
@@ -94,11 +94,16 @@ def _verify_part(
 ) -> Iterator[EverystepError]:
     """Read each piece that this rank has stored, by itself, so that all damage is found."""
     specs = {tensor.spec.key: tensor.spec for tensor in record.tensors}
+    directory = fmt.step_directory(entry.ref)
     reader = StepReader(run.backend, entry, {rank: record})
     unusable: set[int] = set()
     for index in range(len(record.files)):
         try:
-            reader.open_file(rank, index)
+            _, slots = reader.open_file(rank, index)
+            nameless = slots.keys() - {p.name for p in record.pieces if p.file == index}
+            if nameless:
+                what = f"holds {min(nameless)!r}, which the record does not name"
+                raise Damaged(what, path=f"{directory}/{record.files[index].name}")
         except StoreError as error:
             unusable.add(index)
             yield error
@@ -106,11 +111,27 @@ def _verify_part(
         if stored.file in unusable:
             continue
         try:
-            if stored.piece.key not in specs:
-                raise Damaged(f"{stored.piece.key}: stored, and not described")
             reader.check_piece(rank, stored, specs[stored.piece.key], progress)
         except StoreError as error:
             yield error
+
+
+def _verify_whole(
+    run: Run, entry: StepEntry, records: dict[int, RankRecord], *, read: bool
+) -> Iterator[Finding]:
+    """Check that the ranks' parts make the tensors of every rank; if `read`, those that are stored
+    in several pieces are read once more, in order."""
+    reader = StepReader(run.backend, entry, records)
+    known: set[tuple[str, str]] = set()
+    for rank in records:
+        try:
+            for place in locate(records, rank):
+                tensor = place.tensor.spec.key, place.tensor.xxh3_128
+                if read and len(place.parts) > 1 and tensor not in known:
+                    known.add(tensor)
+                    reader.check_whole(place)
+        except EverystepError as error:
+            yield _finding(run, error, entry.ref, rank)
 
 
 def _unnamed_files(run: Run, entry: StepEntry, records: dict[int, RankRecord]) -> Iterator[Finding]:
@@ -124,10 +145,12 @@ def _unnamed_files(run: Run, entry: StepEntry, records: dict[int, RankRecord]) -
 
 
 def _finding(
-    error: EverystepError, step: StepRef | None = None, rank: int | None = None
+    run: Run, error: EverystepError, step: StepRef | None = None, rank: int | None = None
 ) -> Finding:
     text = error.message
     if error.expected is not None:
         text += f" (expected {error.expected}, found {error.found})"
     path = None if error.path is None else str(error.path)
+    if isinstance(error.path, Path):  # the operating system was asked: give the name in the run
+        path = path.removeprefix(run.backend.abilities.location + "/") if path else None
     return Finding(level="damage", what=text, path=path, at=error.at, step=step, rank=rank)

@@ -1,0 +1,54 @@
+"""A benchmark's figures: printed as a table or as JSON lines, with the exit status they imply."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number."""
+
+    name: str
+    value: float
+    """The median of the runs."""
+    unit: str
+    runs: int
+    spread: float
+    """Largest minus smallest run, in the unit."""
+    reach: float | None = None
+    """What it must not exceed; None: shown for comparison."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is within its reach."""
+        return self.reach is None or self.value <= self.reach
+
+
+def median_of(name: str, runs: Sequence[float], unit: str, reach: float | None = None) -> Figure:
+    """A figure from its runs."""
+    spread = max(runs) - min(runs)
+    return Figure(name, statistics.median(runs), unit, len(runs), spread, reach)
+
+
+def finish(figures: Sequence[Figure], *, as_json: bool) -> None:
+    """Print all figures and exit: 0 if every one is within its reach, else 1."""
+    if as_json:
+        for figure in figures:
+            print(json.dumps({**asdict(figure), "ok": figure.ok}))
+    else:
+        table = Table("figure", "median", "unit", "runs", "spread", "reach", "")
+        for figure in figures:
+            reach = "" if figure.reach is None else f"<= {figure.reach:g}"
+            verdict = "" if figure.reach is None else ("ok" if figure.ok else "MISSED")
+            numbers = (f"{figure.value:.3f}", figure.unit, str(figure.runs), f"{figure.spread:.3f}")
+            table.add_row(figure.name, *numbers, reach, verdict)
+        Console().print(table)
+    sys.exit(0 if all(figure.ok for figure in figures) else 1)

@@ -1,0 +1,236 @@
+"""`everystep prune`: remove checkpoints that no rule keeps, and what crashes have left."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Annotated
+
+import typer
+from msgspec import Struct
+
+from everystep.cli.output import Block, Column, Line, Output, Table, counted, size
+from everystep.cli.target import AsJson, RunPath, path_text
+from everystep.errors import CannotRestore, NothingToRestore, StoreError, UsageError
+from everystep.store import format as fmt
+from everystep.store.pruning import PrunePlan, carry_out, plan_prune
+from everystep.store.retention import Retention, metric_of
+from everystep.store.run import Listing, Run, StepEntry
+from everystep.store.verify import verify_step
+from everystep.types import StepRef
+
+
+class Removed(Struct, frozen=True, kw_only=True):
+    """Files that go, or went, together."""
+
+    kind: str
+    step: str | None
+    session: int | None
+    files: list[str]
+    size_bytes: int
+
+
+class Pruned(Struct, frozen=True, kw_only=True):
+    """The record that the command prints."""
+
+    path: str
+    done: bool
+    """The files are gone; false for a dry run, and where there was nothing to do."""
+    freed_bytes: int
+    """What is, or would be, freed."""
+    removed: list[Removed]
+    kept: list[str]
+    """Complete steps that stay."""
+    proved: list[str]
+    """Steps that were read whole before anything was removed."""
+
+
+def prune(
+    run: RunPath,
+    keep_last: Annotated[
+        int | None, typer.Option(help="Keep the newest N steps of each timeline.", metavar="N")
+    ] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(help="Keep steps whose number is a multiple of N.", metavar="N")
+    ] = None,
+    keep_best: Annotated[
+        str | None,
+        typer.Option(help="Keep the step with the least value of a metric.", metavar="METRIC"),
+    ] = None,
+    largest: Annotated[
+        bool, typer.Option("--max", help="With --keep-best: the greatest value.")
+    ] = False,
+    timeline: Annotated[
+        str | None, typer.Option(help="Touch this timeline only.", metavar="NAME")
+    ] = None,
+    damaged: Annotated[
+        bool, typer.Option("--damaged", help="Remove steps that were set aside, too.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove checkpoints that no rule keeps, and what crashes have left.
+
+    A step stays if any rule keeps it; without a rule all complete steps stay. The newest complete
+    step of each timeline, steps that timelines fork from and the step that the newest session was
+    restored from stay always. Refused while a process is training into the run.
+    """
+    if largest and keep_best is None:
+        raise UsageError("--max says nothing without --keep-best METRIC")
+    policy = Retention(
+        keep_last=keep_last,
+        keep_every=keep_every,
+        keep_best=keep_best,
+        best="max" if largest else "min",
+    )
+    asks = not (dry_run or yes)
+    if asks and (as_json or not (sys.stdin.isatty() and sys.stdout.isatty())):
+        raise UsageError("nobody is here to be asked", hint="--yes removes, --dry-run only says")
+    opened = Run.open(run)
+    output = Output(as_json)
+    with contextlib.nullcontext() if dry_run else owning(opened):
+        plan = decide(opened, policy, timeline, damaged)
+        report = record(plan, path_text(run))
+        if not dry_run and plan.removals:
+            if asks:
+                output.show(report, blocks(report))
+                if not typer.confirm("Remove them?", err=True):
+                    raise typer.Exit(1)
+            total = sum(entry.nbytes for entry in plan.prove)
+            with output.progress("proving what stays", total) as progress:
+                prove(opened, plan, progress)
+            carry_out(opened, plan.removals)
+            report = record(plan, path_text(run), done=True)
+    output.show(report, blocks(report) if not (asks and report.done) else [_summary(report)])
+
+
+@contextlib.contextmanager
+def owning(run: Run) -> Iterator[None]:
+    """Own the run as its ranks would, so that nobody trains into it meanwhile.
+
+    Raises:
+        RunBusy: a live process owns it.
+    """
+    sessions = run.listing().sessions
+    with contextlib.ExitStack() as owned:
+        for slot in range(sessions[-1].world_size if sessions else 1):
+            owned.enter_context(run.backend.lock(fmt.LOCK_FILE, slot))
+        yield
+
+
+def decide(run: Run, policy: Retention, timeline: str | None, damaged: bool) -> PrunePlan:
+    """Scan the run and plan.
+
+    Raises:
+        NothingToRestore: there is no such timeline.
+        UsageError: no step has the metric to keep the best by.
+    """
+    listing = run.listing()
+    if timeline is not None and timeline not in listing.timelines:
+        there = ", ".join(sorted(listing.timelines))
+        raise NothingToRestore(f"there is no timeline {timeline!r}", hint=f"there are: {there}")
+    metrics = {}
+    if policy.keep_best is not None:
+        metrics = _metrics(run, listing, policy.keep_best, timeline)
+    files = {entry.name: entry.nbytes for entry in run.backend.list("")}
+    return plan_prune(listing, files, policy, metrics, timeline=timeline, set_aside=damaged)
+
+
+def _metrics(run: Run, listing: Listing, name: str, timeline: str | None) -> dict[StepRef, float]:
+    entries = [e for r, e in listing.complete().items() if timeline in (None, r.timeline)]
+    metrics = {entry.ref: metric_of(run, entry, name) for entry in entries}
+    if entries and all(math.isnan(value) for value in metrics.values()):
+        raise UsageError(
+            f"no step has a number as metric {name!r}", hint=_known_metrics(run, entries)
+        )
+    return metrics
+
+
+def _known_metrics(run: Run, entries: list[StepEntry]) -> str:
+    known: set[str] = set()
+    for entry in entries:
+        with contextlib.suppress(StoreError):
+            known.update(run.record(entry, 0).metrics)
+    return f"there are: {', '.join(sorted(known))}" if known else "no metrics were recorded"
+
+
+def prove(run: Run, plan: PrunePlan, progress: Callable[[int], None]) -> None:
+    """Read every byte of the newest steps that stay, before anything older goes.
+
+    Raises:
+        CannotRestore: one of them is damaged.
+    """
+    for entry in plan.prove:
+        for finding in verify_step(run, entry, progress):
+            if finding.level == "damage":
+                raise CannotRestore(
+                    f"the newest step that would stay is damaged: {finding.what}; "
+                    "nothing was removed",
+                    step=entry.ref,
+                    rank=finding.rank,
+                    path=finding.path,
+                    at=finding.at,
+                    hint="everystep verify RUN shows all damage; the next restore() sets the step "
+                    "aside and goes on from the one before",
+                )
+
+
+def record(plan: PrunePlan, path: str, done: bool = False) -> Pruned:
+    """The plan as the command prints it."""
+    return Pruned(
+        path=path,
+        done=done,
+        freed_bytes=sum(removal.nbytes for removal in plan.removals),
+        removed=[
+            Removed(
+                kind=removal.kind,
+                step=None if removal.step is None else str(removal.step),
+                session=removal.session,
+                files=list(removal.names),
+                size_bytes=removal.nbytes,
+            )
+            for removal in plan.removals
+        ],
+        kept=[str(entry.ref) for entry in plan.kept],
+        proved=[str(entry.ref) for entry in plan.prove] if done else [],
+    )
+
+
+_KINDS = {
+    "step": "no rule keeps it",
+    "incomplete": "never became complete",
+    "unrecorded": "data without a record",
+    "temporary": "temporary file",
+    "damaged": "failed its proof, set aside",
+}
+
+
+def blocks(report: Pruned) -> Iterator[Block]:
+    """The record for people."""
+    if report.removed:
+        rows = [
+            [r.step or r.files[0], _KINDS[r.kind], str(len(r.files)), size(r.size_bytes)]
+            for r in report.removed
+        ]
+        columns = [Column("removed" if report.done else "to remove"), Column("because")]
+        yield Table([*columns, Column("files", True), Column("size", True)], rows)
+    yield _summary(report)
+
+
+def _summary(report: Pruned) -> Line:
+    stay = f"{counted(len(report.kept), 'complete step')} {_verb(report.kept)}"
+    if not report.removed:
+        return Line(f"nothing to remove; {stay}", "bold")
+    if not report.done:
+        return Line(f"{size(report.freed_bytes)} would be freed; {stay}", "bold")
+    proved = f", {', '.join(report.proved)} proved before" if report.proved else ""
+    return Line(f"{size(report.freed_bytes)} freed; {stay}{proved}", "bold green")
+
+
+def _verb(kept: list[str]) -> str:
+    return "stays" if len(kept) == 1 else "stay"

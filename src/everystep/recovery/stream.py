@@ -1,0 +1,141 @@
+"""Single tensors of one stored step, each read and proved when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+
+from everystep.errors import Damaged, LayoutMismatch
+from everystep.state import raw
+from everystep.state.form import check_form
+from everystep.store.format import RankRecord, StoredTensor
+from everystep.store.reading import Located, StepReader, locate
+from everystep.store.run import Run, StepEntry
+from everystep.types import TensorSpec, spoken
+
+Region = tuple[tuple[int, int], ...]
+"""(offset, length) in each dimension."""
+
+
+def _tiles(regions: Collection[Region], shape: tuple[int, ...]) -> bool:
+    """Whether distinct regions are the cells of a grid over the whole shape: no hole, no overlap.
+
+    Sharding makes grids only, and for a grid it is enough to look at each dimension by itself.
+    """
+    if 0 in shape:
+        return True
+    cells = 1
+    for dim, length in enumerate(shape):
+        intervals = sorted({region[dim] for region in regions})
+        end = 0
+        for offset, extent in intervals:
+            if offset != end:
+                return False
+            end += extent
+        if end != length:
+            return False
+        cells *= len(intervals)
+    return len(regions) == cells
+
+
+class Whole:
+    """A tensor that is sharded over the ranks, put together from their parts."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        shape = spec.shape if spec.shard is None else tuple(spec.shard.global_shape)
+        self._key = spec.key
+        self._tensor = raw.empty_for(TensorSpec(key=spec.key, dtype=spec.dtype, shape=shape))[0]
+        self._filled: set[Region] = set()
+
+    def add(self, spec: TensorSpec, part: torch.Tensor) -> None:
+        """Put in one rank's part.
+
+        Raises:
+            Damaged: it does not lie in the whole.
+        """
+        if spec.shard is None:
+            raise Damaged(f"{spoken(self._key)}: sharded on some ranks, and whole on another")
+        where = tuple(
+            slice(offset, offset + length)
+            for offset, length in zip(spec.shard.offsets, spec.shape, strict=True)
+        )
+        target = self._tensor[where]
+        if target.shape != part.shape or target.dtype != part.dtype:
+            raise Damaged(f"{spoken(self._key)}: a rank's shard does not lie in the whole tensor")
+        raw.write_into(target, part)
+        if spec.elements:
+            self._filled.add(tuple(zip(spec.shard.offsets, spec.shape, strict=True)))
+
+    def tensor(self) -> torch.Tensor:
+        """The whole.
+
+        Raises:
+            Damaged: parts are missing.
+        """
+        if not _tiles(self._filled, tuple(self._tensor.shape)):
+            raise Damaged(f"{spoken(self._key)}: the ranks' shards do not make the whole tensor")
+        return self._tensor
+
+
+class StoredStep:
+    """A complete step, opened to read single tensors of any rank.
+
+    Raises:
+        Damaged, Missing: a record is not what was written.
+    """
+
+    def __init__(
+        self, run: Run, entry: StepEntry, progress: Callable[[int], None] | None = None
+    ) -> None:
+        self.entry = entry
+        self.records: Mapping[int, RankRecord] = run.records(entry)
+        self.tensors: dict[int, dict[str, StoredTensor]] = {
+            rank: {stored.spec.key: stored for stored in record.tensors}
+            for rank, record in self.records.items()
+        }
+        for rank, record in self.records.items():
+            check_form(record.tree, self.tensors[rank])
+        self._progress = progress
+        self._reader = StepReader(run.backend, entry, self.records)
+        self._located: dict[int, dict[str, Located]] = {}
+
+    def record(self, rank: int) -> RankRecord:
+        """A rank's record.
+
+        Raises:
+            LayoutMismatch: there is no such rank.
+        """
+        if rank not in self.records:
+            step = self.entry.ref
+            raise LayoutMismatch(f"step {step} has no rank {rank}", found=sorted(self.records))
+        return self.records[rank]
+
+    def local(self, key: str, rank: int) -> torch.Tensor:
+        """A rank's tensor, row-major, in host memory; its own part where it is sharded.
+
+        Raises:
+            Damaged, Missing, ReplicasDiffer: it is not what was written.
+        """
+        if rank not in self._located:
+            self._located[rank] = {
+                place.tensor.spec.key: place for place in locate(self.records, rank)
+            }
+        place = self._located[rank][key]
+        tensor, view = raw.empty_for(place.tensor.spec)
+        self._reader.read([place], lambda spec: view, self._progress)
+        return tensor
+
+    def whole(self, key: str, rank: int) -> torch.Tensor:
+        """A rank's tensor; put together from all ranks' parts where it is sharded.
+
+        Raises:
+            Damaged, Missing, ReplicasDiffer: it is not what was written.
+        """
+        if self.tensors[rank][key].spec.shard is None:
+            return self.local(key, rank)
+        parts = [other for other in self.records if key in self.tensors[other]]
+        whole = Whole(self.tensors[rank][key].spec)
+        for other in parts:
+            whole.add(self.tensors[other][key].spec, self.local(key, other))
+        return whole.tensor()

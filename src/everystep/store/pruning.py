@@ -1,0 +1,182 @@
+"""What `prune` removes: a pure plan over the files of a run that nobody is training, and its loop.
+
+The plan lists files, so that what is freed is known exactly; of every part of a step its record
+comes first, so that a step ceases to exist before its data does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from everystep.store import format as fmt
+from everystep.store.durable import is_temporary
+from everystep.store.retention import Retention, plan_retention
+from everystep.store.run import SET_ASIDE, Listing, Run, StepEntry
+from everystep.types import StepRef
+
+Kind = Literal["step", "incomplete", "unrecorded", "temporary", "damaged"]
+
+
+class Removal(Struct, frozen=True, kw_only=True):
+    """Files that go together."""
+
+    kind: Kind
+    """`step`: a checkpoint that no rule keeps; `incomplete`: a rank's part is missing, and its
+    session is over; `unrecorded`: data without a record; `temporary`: a file that was being
+    written; `damaged`: a step that was set aside."""
+    step: StepRef | None
+    session: int | None
+    names: tuple[str, ...]
+    """In the order in which they go."""
+    nbytes: int
+
+
+class PrunePlan(Struct, frozen=True, kw_only=True):
+    """What goes, what stays, and what has to be proved before."""
+
+    removals: tuple[Removal, ...]
+    """Oldest steps first."""
+    kept: tuple[StepEntry, ...]
+    """Complete steps of the chosen timelines that stay."""
+    prove: tuple[StepEntry, ...]
+    """The newest complete step of each timeline that loses a step."""
+
+
+def pins(listing: Listing) -> set[StepRef]:
+    """Steps that stay whatever the rules say: those that timelines fork from, the newest complete
+    one of each timeline, and the one that the newest session was restored from."""
+    pinned = {t.parent for t in listing.timelines.values() if t.parent is not None}
+    pinned.update(entry.ref for entry in _newest(listing).values())
+    if listing.sessions and listing.sessions[-1].restored is not None:
+        pinned.add(listing.sessions[-1].restored)
+    return pinned
+
+
+def _newest(listing: Listing) -> dict[str, StepEntry]:
+    """The newest complete step of each timeline."""
+    return {ref.timeline: entry for ref, entry in sorted(listing.complete().items())}
+
+
+def plan_prune(
+    listing: Listing,
+    files: Mapping[str, int],
+    policy: Retention,
+    metrics: Mapping[StepRef, float],
+    *,
+    timeline: str | None = None,
+    set_aside: bool = False,
+) -> PrunePlan:
+    """Decide what goes from a run that no process owns. Pure.
+
+    Args:
+        files: the length of every file of the run by name.
+        policy: the rules; one that keeps everything lets only leftovers go.
+        metrics: the value of `policy.keep_best` by step, where it is known.
+        timeline: plan for this one only; None: for all, and for temporary files anywhere.
+        set_aside: let steps go that failed their proof and were set aside.
+    """
+    names = [name for name in sorted(listing.timelines) if timeline in (None, name)]
+    pinned = pins(listing)
+    gone: list[StepEntry] = []
+    for name in names:
+        entries = [entry for entry in listing.steps if entry.ref.timeline == name]
+        gone += plan_retention(entries, policy, metrics, pinned)
+    collect = _Collector(files)
+    for entry in gone:
+        collect.entry("step" if entry.complete or entry.diverged else "incomplete", entry)
+    for entry in listing.steps:
+        if entry.ref.timeline in names and not entry.complete and not entry.diverged:
+            collect.entry("incomplete", entry)
+    for ref, stem in listing.loose:
+        if ref.timeline in names:
+            collect.stem(ref, stem)
+    roots = ("",) if timeline is None else (f"steps/{timeline}/", f"{SET_ASIDE}/{timeline}/")
+    collect.leftovers(sorted(name for name in files if name.startswith(roots)), set_aside)
+    complete = listing.complete()
+    kept = [e for e in complete.values() if e.ref.timeline in names and e not in gone]
+    losing = {entry.ref.timeline for entry in gone if entry.complete or entry.diverged}
+    newest = _newest(listing)
+    return PrunePlan(
+        removals=tuple(collect.removals),
+        kept=tuple(sorted(kept, key=lambda entry: entry.ref)),
+        prove=tuple(newest[name] for name in sorted(losing)),
+    )
+
+
+class _Collector:
+    """Removals in order; a file goes once."""
+
+    def __init__(self, files: Mapping[str, int]) -> None:
+        self._files = files
+        self._inside: dict[str, list[str]] = {}
+        for name in files:
+            directory, _, file = name.rpartition("/")
+            self._inside.setdefault(directory, []).append(file)
+        self._taken: set[str] = set()
+        self.removals: list[Removal] = []
+
+    def entry(self, kind: Kind, entry: StepEntry) -> None:
+        """All files of one writing of a step, its loose parts included."""
+        start, end = f"s{entry.session:06d}-r", f"of{entry.world_size:05d}"
+        directory = fmt.step_directory(entry.ref)
+        names = []
+        for file in self._inside.get(directory, []):
+            owner = fmt.owner_of(file) or ""
+            if owner.startswith(start) and owner.endswith(end):
+                names.append(f"{directory}/{file}")
+        self.files(kind, entry.ref, entry.session, _record_first(names))
+
+    def stem(self, ref: StepRef, stem: str) -> None:
+        """The data files of a part that has no record."""
+        directory = fmt.step_directory(ref)
+        names = [file for file in self._inside.get(directory, []) if fmt.owner_of(file) == stem]
+        paths = _record_first(f"{directory}/{file}" for file in names)
+        self.files("unrecorded", ref, int(stem[1:].split("-")[0]), paths)
+
+    def leftovers(self, names: Sequence[str], set_aside: bool) -> None:
+        """Temporary files among these, and with `set_aside` what failed its proof."""
+        for name in names:
+            if is_temporary(name):
+                self.files("temporary", None, None, [name])
+        aside = [n for n in names if n.startswith(f"{SET_ASIDE}/")] if set_aside else []
+        for directory in dict.fromkeys(name.rpartition("/")[0] for name in aside):
+            place = fmt.parse_step_path("steps" + directory.removeprefix(SET_ASIDE) + "/x")
+            paths = _record_first(name for name in aside if name.rpartition("/")[0] == directory)
+            self.files("damaged", place[0] if place else None, None, paths)
+
+    def files(
+        self, kind: Kind, step: StepRef | None, session: int | None, names: Iterable[str]
+    ) -> None:
+        """Files in the order in which they go."""
+        new = [name for name in names if name not in self._taken]
+        self._taken.update(new)
+        if new:
+            nbytes = sum(self._files[name] for name in new)
+            removal = Removal(
+                kind=kind, step=step, session=session, names=tuple(new), nbytes=nbytes
+            )
+            self.removals.append(removal)
+
+
+def _record_first(names: Iterable[str]) -> list[str]:
+    return sorted(names, key=lambda name: (not name.endswith(".json"), name))
+
+
+def carry_out(
+    run: Run, removals: Sequence[Removal], done: Callable[[Removal], None] = lambda removal: None
+) -> None:
+    """Remove the files of a plan, for the owner of the run. What has gone already is no error.
+
+    Args:
+        done: called after each removal.
+
+    Raises:
+        StoreFailed: a file could not be removed; those before it are gone.
+    """
+    for removal in removals:
+        for name in removal.names:
+            run.backend.delete(name)
+        done(removal)

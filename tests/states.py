@@ -1,0 +1,264 @@
+"""Training states to compare bit for bit, and hypothesis strategies that make them."""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import Optimizer
+
+DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+    torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+
+
+class FrozenTensor:
+    """A copy of a tensor's bits, taken without any arithmetic."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        plain = local.detach().resolve_conj().resolve_neg().cpu()
+        self.dtype, self.shape = local.dtype, tuple(local.shape)
+        self.stride = _dense_stride(local)
+        size = plain.element_size()
+        as_bytes = plain.contiguous() if size == 16 else _as_integers(plain, size).contiguous()
+        flat = as_bytes.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
+        self.items: np.ndarray[Any, Any] = flat.copy().reshape(-1, size)
+
+    def difference(self, other: FrozenTensor) -> str | None:
+        """The first thing in which they differ; None if they are one."""
+        for what in ("dtype", "shape", "stride"):
+            one, two = getattr(self, what), getattr(other, what)
+            if one != two:
+                return f"{what} {one} / {two}"
+        unequal = np.nonzero((self.items != other.items).any(axis=1))[0]
+        if not len(unequal):
+            return None
+        first = int(unequal[0])
+        one, two = (x.items[first][::-1].tobytes().hex() for x in (self, other))
+        return f"differs first at element {first}: {one} / {two}"
+
+
+def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """None where the order of elements is row-major, or memory is not dense."""
+    kept = torch.empty_like(tensor, device="meta").stride()  # torch keeps those of dense tensors
+    if tensor.is_contiguous() or kept != tensor.stride():
+        return None
+    return tuple(step if n != 1 else 0 for step, n in zip(kept, tensor.shape, strict=True))
+
+
+def _as_integers(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+
+
+class Frozen:
+    """What `frozen` has made of a value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def frozen(value: Any) -> Frozen:
+    """A deep copy in which tensors and arrays are bits. Two places that hold one tensor object (or
+    one memory) hold one `FrozenTensor`."""
+    return value if isinstance(value, Frozen) else Frozen(_frozen(value, {}))
+
+
+def _frozen(value: Any, seen: dict[Any, FrozenTensor]) -> Any:
+    if isinstance(value, torch.Tensor) and value.layout == torch.sparse_coo:
+        parts = (value._indices(), value._values(), tuple(value.shape), value.is_coalesced())
+        return ("coo", *(_frozen(part, seen) for part in parts))
+    if isinstance(value, torch.Tensor):
+        local = value.to_local() if hasattr(value, "to_local") else value
+        where = (local.data_ptr(), local.dtype, local.shape, local.stride(), local.is_conj())
+        return seen.setdefault(where if local.numel() else id(value), FrozenTensor(value))
+    if isinstance(value, np.ndarray):
+        return ("array", value.dtype.str, value.shape, value.tobytes())
+    if isinstance(value, np.generic):
+        return ("scalar", value.dtype.str, value.tobytes())
+    if isinstance(value, Mapping):
+        pairs = [(_frozen(k, seen), _frozen(v, seen)) for k, v in value.items()]
+        return (type(value).__name__, dict(pairs), _frozen(getattr(value, "_metadata", None), seen))
+    if isinstance(value, (list, tuple, collections.deque)):
+        items = tuple(_frozen(item, seen) for item in value)
+        return (type(value).__name__, getattr(value, "maxlen", None), items)
+    if isinstance(value, (set, frozenset)):
+        return (type(value).__name__, value.copy())
+    if isinstance(value, complex):
+        return ("complex", np.complex128(value).tobytes())
+    if isinstance(value, float):
+        return ("float", value.hex() if value == value else np.float64(value).tobytes())
+    return (type(value).__name__, value)
+
+
+def assert_same_state(one: Any, other: Any) -> None:
+    """Fail, naming the first place that differs: types, tree, dtype, shape, strides of dense
+    tensors, bits (NaN payloads too), and which places are one tensor."""
+    line = difference(one, other)
+    assert line is None, line
+
+
+def difference(one: Any, other: Any) -> str | None:
+    """The first difference in words, such as `optimizer.slots.fc.weight.exp_avg differs first at
+    element 17: 3f800000 / 3f800001`; None where there is none."""
+    ties: dict[int, FrozenTensor] = {}
+    back: dict[int, FrozenTensor] = {}
+    return _difference(frozen(one).value, frozen(other).value, "", ties, back)
+
+
+def _difference(a: Any, b: Any, at: str, ties: dict[int, Any], back: dict[int, Any]) -> str | None:
+    place = at.lstrip(".") or "the state"
+    if isinstance(a, FrozenTensor) and isinstance(b, FrozenTensor):
+        line = a.difference(b)
+        if line is not None:
+            return f"{place} {line}"
+        tied = ties.setdefault(id(a), b) is b and back.setdefault(id(b), a) is a
+        return None if tied else f"{place} is tied to another tensor in one of the two"
+    if type(a) is not type(b):
+        return f"{place}: {_told(a)} / {_told(b)}"
+    if isinstance(a, dict):
+        if list(a) != list(b):
+            return f"{place}: entries {list(a)} / {list(b)}"
+        lines = (_difference(a[k], b[k], f"{at}.{k[1]}", ties, back) for k in a)
+        return next((line for line in lines if line), None)
+    if isinstance(a, tuple):
+        if len(a) != len(b):
+            return f"{place}: {len(a)} / {len(b)} entries"
+        pairs = enumerate(zip(a, b, strict=True))
+        inside = len(a) == 3 and isinstance(a[1], dict)
+        lines = (
+            _difference(x, y, at if inside else f"{at}.{i}", ties, back) for i, (x, y) in pairs
+        )
+        return next((line for line in lines if line), None)
+    return None if a == b else f"{place}: {_told(a)} / {_told(b)}"
+
+
+def _told(value: Any) -> str:
+    return f"a tensor {value.shape}" if isinstance(value, FrozenTensor) else repr(value)[:200]
+
+
+def names_of_parameters(models: Mapping[str, nn.Module]) -> dict[nn.Parameter, str]:
+    """torch's own names of all parameters (a tied one by its first)."""
+    named: dict[nn.Parameter, str] = {}
+    for label, model in models.items():
+        for name, parameter in model.named_parameters():
+            named.setdefault(parameter, f"{label}.{name}")
+    return named
+
+
+def state_of(
+    model: nn.Module | Mapping[str, nn.Module],
+    optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
+    extras: Mapping[str, Any] | None = None,
+) -> Frozen:
+    """Everything that goes on from here, as frozen bits: models, optimizers (slots by name,
+    groups), extras, the global random number generators. Draws nothing, makes no slot."""
+    models = dict(model) if isinstance(model, Mapping) else {"model": model}
+    optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {"optimizer": optimizer}
+    names = names_of_parameters(models)
+    return frozen(
+        {
+            "models": {label: _model_state(m) for label, m in models.items()},
+            "optimizers": {
+                label: _optimizer_state(o, names) for label, o in optimizers.items() if o
+            },
+            "extras": {name: _extra_state(extra) for name, extra in (extras or {}).items()},
+            "rng": rng_state(),
+        }
+    )
+
+
+def _model_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = [*model.named_parameters(remove_duplicate=False)]
+    return dict([*named, *model.named_buffers(remove_duplicate=False)])
+
+
+def _optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+    state: dict[Any, Any] = optimizer.state
+    return {
+        "slots": {
+            names.get(p, p) if isinstance(p, nn.Parameter) else p: s for p, s in state.items()
+        },
+        "groups": [
+            {o: v if o != "params" else [names[p] for p in v] for o, v in sorted(group.items())}
+            for group in optimizer.param_groups
+        ],
+    }
+
+
+def _extra_state(extra: Any) -> Any:
+    if isinstance(extra, random.Random):
+        return extra.getstate()
+    if isinstance(extra, np.random.Generator):
+        return extra.bit_generator.state
+    if isinstance(extra, np.random.RandomState):
+        return extra.get_state(legacy=False)
+    if isinstance(extra, torch.Generator):
+        return extra.get_state()
+    return extra if type(extra) is dict else extra.state_dict()
+
+
+def rng_state() -> dict[str, Any]:
+    """The global random number generators of the host."""
+    numpy_state = np.random.get_state(legacy=False)
+    return {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
+
+
+# hypothesis
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Any dtype and bits, 0 to 3 dimensions, row-major or not, dense or not."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    count = int(np.prod(shape, dtype=int))
+    data = draw(st.binary(min_size=count * dtype.itemsize, max_size=count * dtype.itemsize))
+    if dtype is torch.bool:
+        data = bytes(byte & 1 for byte in data)
+    flat = torch.frombuffer(bytearray(data), dtype=dtype) if count else torch.empty(0, dtype=dtype)
+    tensor = flat.reshape(shape)
+    kind = draw(st.sampled_from(["plain", "permuted", "strided", "expanded"]))
+    if kind == "permuted":
+        return tensor.permute(draw(st.permutations(range(tensor.dim()))))
+    if kind == "strided" and tensor.dim():
+        return tensor[..., ::2]
+    return tensor.unsqueeze(0).expand(2, *shape) if kind == "expanded" else tensor
+
+
+def scalars() -> st.SearchStrategy[Any]:
+    """Values without parts."""
+    numpy_scalars = st.sampled_from([np.float32("nan"), np.int16(-3), np.float64(0.1), np.bool_(1)])
+    return st.one_of(
+        st.none(), st.booleans(), st.integers(), st.integers(1 << 60, 1 << 200), st.floats(),
+        st.text(st.characters(), max_size=5), st.binary(max_size=5),
+        st.complex_numbers(), numpy_scalars,
+        st.sampled_from([torch.float32, torch.device("cpu"), "$tensor", "\ud800", ""]),
+    )  # fmt: skip
+
+
+def trees(leaves: st.SearchStrategy[Any] | None = None) -> st.SearchStrategy[Any]:
+    """Nested plain values with tensors in them."""
+    names = st.text(max_size=4) | st.integers(0, 3) | st.sampled_from(["$int", "a/b", "~", "1", ""])
+    keys = names | st.tuples(st.integers(0, 2), st.text(max_size=2))
+
+    def grow(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return st.one_of(
+            st.lists(inner, max_size=3),
+            st.lists(inner, max_size=3).map(tuple),
+            st.lists(inner, max_size=3).map(lambda items: collections.deque(items, 5)),
+            st.dictionaries(keys, inner, max_size=4),
+            st.dictionaries(keys, inner, max_size=3).map(collections.OrderedDict),
+            st.dictionaries(keys, st.integers(), max_size=3).map(collections.Counter),
+            st.frozensets(st.integers() | st.text(max_size=2), max_size=3).map(set),
+        )
+
+    return st.recursive(leaves or (scalars() | tensors()), grow, max_leaves=12)
