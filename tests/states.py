@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -72,31 +72,40 @@ def frozen(value: Any) -> Frozen:
     return value if isinstance(value, Frozen) else Frozen(_frozen(value, {}))
 
 
+class _Leaf(NamedTuple):
+    kind: str
+    value: Any
+
+
+class _Items(NamedTuple):
+    kind: str
+    entries: dict[Any, Any]
+    more: Any = None
+
+
 def _frozen(value: Any, seen: dict[Any, FrozenTensor]) -> Any:
     if isinstance(value, torch.Tensor) and value.layout == torch.sparse_coo:
-        parts = (value._indices(), value._values(), tuple(value.shape), value.is_coalesced())
-        return ("coo", *(_frozen(part, seen) for part in parts))
+        parts = {"indices": value._indices(), "values": value._values()}
+        frozen_parts = {name: _frozen(part, seen) for name, part in parts.items()}
+        return _Items("sparse", frozen_parts, (value.shape, value.is_coalesced()))
     if isinstance(value, torch.Tensor):
         local = value.to_local() if hasattr(value, "to_local") else value
         where = (local.data_ptr(), local.dtype, local.shape, local.stride(), local.is_conj())
         return seen.setdefault(where if local.numel() else id(value), FrozenTensor(value))
+    kind = type(value).__name__
     if isinstance(value, np.ndarray):
-        return ("array", value.dtype.str, value.shape, value.tobytes())
+        return _Leaf(f"array {value.dtype.str} {value.shape}", value.tobytes())
     if isinstance(value, np.generic):
-        return ("scalar", value.dtype.str, value.tobytes())
+        return _Leaf(f"scalar {value.dtype.str}", value.tobytes())
     if isinstance(value, Mapping):
-        pairs = [(_frozen(k, seen), _frozen(v, seen)) for k, v in value.items()]
-        return (type(value).__name__, dict(pairs), _frozen(getattr(value, "_metadata", None), seen))
+        entries = {_frozen(k, seen): _frozen(v, seen) for k, v in value.items()}
+        return _Items(kind, entries, getattr(value, "_metadata", None))
     if isinstance(value, (list, tuple, collections.deque)):
-        items = tuple(_frozen(item, seen) for item in value)
-        return (type(value).__name__, getattr(value, "maxlen", None), items)
-    if isinstance(value, (set, frozenset)):
-        return (type(value).__name__, value.copy())
-    if isinstance(value, complex):
-        return ("complex", np.complex128(value).tobytes())
-    if isinstance(value, float):
-        return ("float", value.hex() if value == value else np.float64(value).tobytes())
-    return (type(value).__name__, value)
+        entries = {_Leaf("at", i): _frozen(item, seen) for i, item in enumerate(value)}
+        return _Items(kind, entries, getattr(value, "maxlen", None))
+    if isinstance(value, (float, complex)):
+        return _Leaf(kind, np.complex128(value).tobytes().hex() if value != value else repr(value))
+    return _Leaf(kind, value.copy() if isinstance(value, set) else value)
 
 
 def assert_same_state(one: Any, other: Any) -> None:
@@ -122,27 +131,22 @@ def _difference(a: Any, b: Any, at: str, ties: dict[int, Any], back: dict[int, A
             return f"{place} {line}"
         tied = ties.setdefault(id(a), b) is b and back.setdefault(id(b), a) is a
         return None if tied else f"{place} is tied to another tensor in one of the two"
-    if type(a) is not type(b):
-        return f"{place}: {_told(a)} / {_told(b)}"
-    if isinstance(a, dict):
-        if list(a) != list(b):
-            return f"{place}: entries {list(a)} / {list(b)}"
-        lines = (_difference(a[k], b[k], f"{at}.{k[1]}", ties, back) for k in a)
+    if isinstance(a, _Items) and isinstance(b, _Items):
+        if (a.kind, a.more, list(a.entries)) != (b.kind, b.more, list(b.entries)):
+            return f"{place}: {_told(a)} / {_told(b)}"
+        pairs = ((key, a.entries[key], b.entries[key]) for key in a.entries)
+        lines = (_difference(x, y, f"{at}.{_told(k)}", ties, back) for k, x, y in pairs)
         return next((line for line in lines if line), None)
-    if isinstance(a, tuple):
-        if len(a) != len(b):
-            return f"{place}: {len(a)} / {len(b)} entries"
-        pairs = enumerate(zip(a, b, strict=True))
-        inside = len(a) == 3 and isinstance(a[1], dict)
-        lines = (
-            _difference(x, y, at if inside else f"{at}.{i}", ties, back) for i, (x, y) in pairs
-        )
-        return next((line for line in lines if line), None)
-    return None if a == b else f"{place}: {_told(a)} / {_told(b)}"
+    return None if a == b else f"{place}: {_told(a, True)} / {_told(b, True)}"
 
 
-def _told(value: Any) -> str:
-    return f"a tensor {value.shape}" if isinstance(value, FrozenTensor) else repr(value)[:200]
+def _told(value: Any, with_kind: bool = False) -> str:
+    if isinstance(value, FrozenTensor):
+        return f"a tensor {value.shape}"
+    if isinstance(value, _Items):
+        keys = ", ".join(map(_told, value.entries))
+        return f"{value.kind}({keys[:200]}) {'' if value.more is None else value.more}"
+    return f"{value.value} ({value.kind})" if with_kind else str(value.value)
 
 
 def names_of_parameters(models: Mapping[str, nn.Module]) -> dict[nn.Parameter, str]:
@@ -209,7 +213,9 @@ def _extra_state(extra: Any) -> Any:
 def rng_state() -> dict[str, Any]:
     """The global random number generators of the host."""
     numpy_state = np.random.get_state(legacy=False)
-    return {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
+    version, words, gauss = random.getstate()
+    python_state = (version, np.array(words), gauss)  # 625 words: quicker as one array
+    return {"python": python_state, "numpy": numpy_state, "torch": torch.get_rng_state()}
 
 
 # hypothesis

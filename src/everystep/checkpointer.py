@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from everystep.errors import (
     EverystepError,
+    Missing,
     NothingToRestore,
     NotRestored,
     RanksDisagree,
@@ -35,9 +36,10 @@ from everystep.signals import SaveOnSignal, SignalHold
 from everystep.state.capture import Objects, capture
 from everystep.state.ranks import Ranks
 from everystep.store import format as fmt
-from everystep.store.local import LocalBackend, translated
+from everystep.store.local import LocalBackend
+from everystep.store.records import write_record
 from everystep.store.retention import Retention, Upkeep
-from everystep.store.run import Run, StepEntry
+from everystep.store.run import Run, StepEntry, now
 from everystep.types import Json, StepRef, StepStats
 
 _log = logging.getLogger("everystep")
@@ -95,12 +97,13 @@ class Checkpointer:
         self._ranks = Ranks.here()
         self._session: _Session | None = None
         self._done = 0
+        self._closed = False
         self._failed_in_a_row = 0
         self._share_replicas = True
         self._refuse_early()
         self._path = Path(run)
         with contextlib.ExitStack() as owned:
-            backend = _make_directory(self._path)
+            backend = LocalBackend.made(self._path)
             owned.enter_context(backend.lock(fmt.LOCK_FILE, self._ranks.rank))
             self._signal = None if on_signal is None else SignalHold(on_signal)
             if self._signal is not None:
@@ -171,15 +174,18 @@ class Checkpointer:
 
     def _open_run(self) -> Run:
         """The run, made by rank 0 where it is not there yet."""
+        if self._closed:
+            raise UsageError("the Checkpointer is closed", hint="make a new one")
         first = on_first_rank(self._ranks, lambda: Run.open_or_create(self._backend).id)
-        run = Run.open(self._path)
-        mine = self._ranks.gather(run.id)
-        if any(other != first for other in mine):
+        found: str | None = None  # each rank looks for itself, and fails with all the others
+        with contextlib.suppress(StoreError):
+            found = Run.open(self._path).id
+        if any(other != first for other in self._ranks.gather(found)):
             raise RanksDisagree(
                 f"{self._path} is not the same directory on all ranks",
                 hint="use a path on a file system that all hosts share",
             )
-        return Run(self._backend, fmt.RunRecord(run=run.id, created=""))
+        return Run(self._backend, fmt.RunRecord(run=first, created=""))
 
     def _plan(self, run: Run, step: int | StepRef | None) -> Plan:
         def decide() -> Json:
@@ -195,22 +201,32 @@ class Checkpointer:
         """Begin a session: a writer of steps after the restored one, and of no other."""
         restored = None if entry is None else entry.ref
 
+        size = self._ranks.world_size
+
         def begin() -> Json:
             self._backend.sweep()
             number = run.clean_up()
-            size = self._ranks.world_size
             run.begin_session(number, plan.timeline, size, restored, versions())
             return number
 
-        number = on_first_rank(self._ranks, begin)
+        number: int = on_first_rank(self._ranks, begin)
         listing = run.listing()
+
+        def write_again() -> None:
+            for record in listing.timelines.values():
+                write_record(self._backend, fmt.timeline_file(record.name), record)
+            run.begin_session(number, plan.timeline, size, restored, versions())
+            write_record(self._backend, fmt.RUN_FILE, fmt.RunRecord(run=run.id, created=now()))
+
+        if entry is not None and entry.world_size > 1:  # once they differ, they stay different
+            self._share_replicas = any(part.replica for part in entry.parts)
         pinned = {t.parent for t in listing.timelines.values() if t.parent is not None}
         if restored is not None:
             pinned.add(restored)
         timeline = plan.timeline.name
         known = [e for e in listing.steps if e.ref.timeline == timeline and e.session < number]
         upkeep = Upkeep(run, self._retention, self._ranks.rank, known, pinned)
-        self._session = _Session(run, number, timeline, upkeep)
+        self._session = _Session(run, number, timeline, upkeep, write_again)
         self._done = 0 if restored is None else restored.step
         return self._session
 
@@ -221,7 +237,8 @@ class Checkpointer:
             metrics: numbers, strings or one-element tensors to record with the step.
 
         Raises:
-            NotRestored: the run has steps, and `restore()` was not called.
+            NotRestored: the run has steps, or there are several ranks, and `restore()` was not
+                called.
             Unsupported: something in the state cannot be stored exactly.
             StoreError: the step could not be stored, and `on_error="raise"`.
             ReplicasDiffer: ranks hold different bits, and `on_error="raise"`.
@@ -229,23 +246,34 @@ class Checkpointer:
         """
         started = time.perf_counter()
         session = self._session or self._begin_without_restore()
+        recorded = encoded_metrics(metrics)
         self._done += 1
         ref = StepRef(session.timeline, self._done)
-        written_bytes, problem = 0, None
-        recorded = encoded_metrics(metrics)
-        writer = Writer(session.run.id, session.number, self._ranks, self._share_replicas)
-        state = capture(self._objects, self._ranks.world_size)
+        written_bytes, durable, problem = 0, False, None
         try:
-            written_bytes = save(self._backend, writer, ref, state, recorded)
-        except StoreError as error:
-            problem = error
-        self._note(ref, started, written_bytes, problem)
-        if self._signal is not None:
-            self._signal.step_ended()
-        if problem is None:
+            written_bytes = self._store(session, ref, recorded)
+            durable, self._failed_in_a_row = True, 0
             self._look_after(session, ref)
+        except StoreError as error:
+            problem = error.headline()
+            self._not_stored(session, ref, error)
+        finally:
+            stall_s = time.perf_counter() - started
+            self._stats.append(
+                StepStats(
+                    step=ref.step, stall_s=stall_s, written_bytes=written_bytes,
+                    durable=durable, error=problem,
+                )
+            )  # fmt: skip
+            if self._signal is not None:
+                self._signal.step_ended()
 
     def _begin_without_restore(self) -> _Session:
+        if self._ranks.world_size > 1:  # step() alone must not wait for other ranks
+            raise NotRestored(
+                "ranks have not agreed on where to begin",
+                hint="call restore() on every rank before the first step()",
+            )
         run = self._open_run()
         plan = self._plan(run, None)
         if plan.candidates:
@@ -255,21 +283,18 @@ class Checkpointer:
             )
         return self._begin(run, plan, None)
 
-    def _note(
-        self, ref: StepRef, started: float, written_bytes: int, problem: StoreError | None
-    ) -> None:
-        self._stats.append(
-            StepStats(
-                step=ref.step,
-                stall_s=time.perf_counter() - started,
-                written_bytes=written_bytes,
-                durable=problem is None,
-                error=None if problem is None else problem.headline(),
-            )
-        )
-        if problem is None:
-            self._failed_in_a_row = 0
-            return
+    def _store(self, session: _Session, ref: StepRef, metrics: dict[str, Json]) -> int:
+        if self._ranks.rank == 0:
+            session.keep_identity()
+        writer = Writer(session.run.id, session.number, self._ranks, self._share_replicas)
+        state = capture(self._objects, self._ranks.world_size)
+        return save(self._backend, writer, ref, state, metrics)
+
+    def _not_stored(self, session: _Session, ref: StepRef, problem: StoreError) -> None:
+        """Take back what there is of a step, so that it costs no space, and say so."""
+        part = fmt.PartName(session.number, self._ranks.rank, self._ranks.world_size, "")
+        with contextlib.suppress(StoreError):
+            session.run.delete_part(ref, part.stem)
         self._failed_in_a_row += 1
         _log.error(
             "step %s is not stored: %s; training goes on, and the next step tries again "
@@ -336,6 +361,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Give up the run. Every step is durable already; calling it twice is no error."""
+        self._closed = True
         self._end_session()
         self._owned.close()
 
@@ -354,11 +380,17 @@ class Checkpointer:
 class _Session:
     """From one restore to the next, or to the end: who writes, and where to."""
 
-    def __init__(self, run: Run, number: int, timeline: str, upkeep: Upkeep) -> None:
+    def __init__(
+        self, run: Run, number: int, timeline: str, upkeep: Upkeep, write_again: Callable[[], None]
+    ) -> None:
         self.run, self.number, self.timeline, self.upkeep = run, number, timeline, upkeep
+        self._write_again = write_again
 
-
-def _make_directory(path: Path) -> LocalBackend:
-    with translated(path):
-        path.mkdir(parents=True, exist_ok=True)
-    return LocalBackend(path)
+    def keep_identity(self) -> None:
+        """Make sure that the directory is still that of a run: steps in one that somebody has
+        emptied could never be restored."""
+        try:
+            self.run.backend.size(fmt.RUN_FILE)
+        except Missing:
+            _log.warning("%s is gone, and any steps with it: written again", fmt.RUN_FILE)
+            self._write_again()

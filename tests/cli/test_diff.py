@@ -16,7 +16,7 @@ import everystep
 from everystep.recovery.compare import difference_of
 from everystep.state import raw
 from everystep.store.local import LocalBackend
-from small_runs import Job, Said, flip
+from small_runs import Said, flip
 
 Cli = Callable[..., Said]
 
@@ -95,10 +95,8 @@ def test_plain_text(cli: Cli, healthy: Path) -> None:
     said = cli("diff", healthy, "1", "2")
     lines = said.out.splitlines()
     assert said.status == 1
-    assert lines[2].split() == [
-        *("tensor", "dtype", "shape", "differing", "of", "max", "|a-b|", "first", "at"),
-        *("bits", "a", "bits", "b"),
-    ]
+    assert lines[2].split("  ")[0] == "tensor"
+    assert lines[2].split()[-6:] == ["|a-b|", "first:", "bits", "a,", "bits", "b"]
     assert lines[3].startswith("/models/model/0.bias ")
     assert lines[-1].startswith("they differ: ") and lines[-1].endswith(" 2 other values")
 

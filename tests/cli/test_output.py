@@ -13,8 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from everystep.cli.output import Cell, Column, Line, Output, Table, as_text, clean, counted, number
-from everystep.cli.output import plain, size, spoken_value
+from everystep.cli.output import (
+    Cell,
+    Column,
+    Line,
+    Output,
+    Table,
+    as_text,
+    clean,
+    counted,
+    number,
+    plain,
+    size,
+    spoken_value,
+)
 
 
 def test_a_plain_table_is_aligned_and_as_wide_as_its_content() -> None:

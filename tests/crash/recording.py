@@ -36,12 +36,18 @@ class Call(NamedTuple):
     note: object = None
 
 
+class Died(BaseException):
+    """The process is dead: nothing that it would still do is done."""
+
+
 class Recorder(SystemCalls):
     """Performs the calls below one root and writes them down. Nothing is really fsynced: what the
     disk would keep is worked out from the log."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self.dies_after: int | None = None
+        """How many calls (notes too) are in the log when the process dies; None: it lives."""
         self._files: dict[int, int] = {}
         self._numbers = itertools.count(1)
         self._guard = threading.Lock()
@@ -55,57 +61,71 @@ class Recorder(SystemCalls):
         with self._guard:
             self.log.append(call)
 
+    def _alive(self) -> None:
+        if self.dies_after is not None and len(self.log) >= self.dies_after:
+            raise Died
+
     def _name(self, path: Path) -> str:
+        self._alive()
         return path.relative_to(self._root).as_posix()
 
     def create(self, path: Path, flags: int) -> int:
         """Perform and record."""
+        name = self._name(path)
         fd = super().create(path, flags)
         with self._guard:
             self._files[fd] = next(self._numbers)
-        self._add(Call("create", self._name(path), file=self._files[fd]))
+        self._add(Call("create", name, file=self._files[fd]))
         return fd
 
     def write_at(self, fd: int, data: Buffer, offset: int) -> int:
         """Perform and record what was taken."""
+        self._alive()
         taken = super().write_at(fd, data, offset)
         self._add(Call("write", file=self._files[fd], data=bytes(data[:taken]), at=offset))
         return taken
 
     def truncate(self, fd: int, nbytes: int) -> None:
         """Perform and record."""
+        self._alive()
         super().truncate(fd, nbytes)
         self._add(Call("truncate", file=self._files[fd], at=nbytes))
 
     def sync(self, fd: int) -> None:
         """Record."""
+        self._alive()
         self._add(Call("sync", file=self._files[fd]))
 
     def rename(self, source: Path, target: Path) -> None:
         """Perform and record."""
+        call = Call("rename", self._name(source), self._name(target))
         super().rename(source, target)
-        self._add(Call("rename", self._name(source), self._name(target)))
+        self._add(call)
 
     def sync_directory(self, path: Path) -> None:
         """Record; a directory that is not there is an error as it would be."""
+        call = Call("sync_directory", self._name(path))
         if not path.is_dir():
             raise FileNotFoundError(2, "no such directory", str(path))
-        self._add(Call("sync_directory", self._name(path)))
+        self._add(call)
 
     def make_directory(self, path: Path) -> None:
         """Perform and record."""
+        call = Call("make_directory", self._name(path))
         super().make_directory(path)
-        self._add(Call("make_directory", self._name(path)))
+        self._add(call)
 
     def unlink(self, path: Path) -> None:
         """Perform and record."""
+        call = Call("unlink", self._name(path))
         super().unlink(path)
-        self._add(Call("unlink", self._name(path)))
+        self._add(call)
 
     def remove_directory(self, path: Path) -> None:
         """Perform and record."""
+        call = Call("remove_directory", self._name(path))
         super().remove_directory(path)
-        self._add(Call("remove_directory", self._name(path)))
+        self._add(call)
 
 
 class _File:

@@ -208,7 +208,9 @@ def _complaints_when_going_on(root: Path, expected: Expected) -> list[str]:
     written = (StepRef(session.timeline, session.done + 1), session.number)
     complete = {(e.ref, e.session): e for e in listing.steps if e.complete}
     found = [f"lost when going on: {r}" for r in {written, *expected.complete} - complete.keys()]
-    found += [line for entry in complete.values() if (line := exact(run, entry)) is not None]
+    if found:
+        return found
+    found += [line for line in [exact(run, complete[written])] if line is not None]
     found += [f"left: {ref} {stem}" for ref, stem in listing.loose]
     found += [f"left: {name}" for name in listing.strangers]
     found += [f"left incomplete: {entry.ref}" for entry in listing.steps if not entry.complete]

@@ -3,6 +3,7 @@ the step in flight, and nothing wrong is read."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import tempfile
 import threading
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from crash.recording import Call, Recorder, lay_out, power_cuts
+from crash.recording import Call, Died, Recorder, lay_out, power_cuts
 from crash.scene import Expected, Session, complaints
 from everystep.errors import EverystepError
 from everystep.store import durable, reading, retention
@@ -21,6 +22,7 @@ from everystep.store.backend import NewFile
 from everystep.store.local import LocalBackend
 from everystep.store.retention import Retention
 from everystep.types import Buffer, StepRef
+from waiting import until
 
 SEED = 20260611
 
@@ -140,10 +142,289 @@ def run_of_a_few_steps(scene: Scene, world_size: int = 1) -> None:
         session.close()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_first_steps_and_retention(scene: Scene, after: Path, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "states"), [(1, 100), (2, 180)])
+def test_first_steps_and_retention(
+    scene: Scene, after: Path, world_size: int, states: int
+) -> None:
     run_of_a_few_steps(scene, world_size)
     assert any(call.name == "unlink" for call in scene.calls.log)
     outcome = try_all(scene.calls, after)
     assert outcome.violations == []
-    assert outcome.states > 300 * world_size
+    assert outcome.states > states
+
+
+def test_direct_writes(scene: Scene, after: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable, "DIRECT_FROM_BYTES", 1)
+    session = scene.begin()
+    scene.step(session)
+    session.close()
+    assert any(call.name == "truncate" for call in scene.calls.log)
+    outcome = try_all(scene.calls, after)
+    assert outcome.violations == []
+    assert outcome.states > 40
+
+
+def dies(scene: Scene, calls: int, act: Callable[[], object]) -> bool:
+    """Let the process die after so many more calls of `act`; whether it came to that."""
+    scene.calls.dies_after = len(scene.calls.log) + calls
+    try:
+        act()
+    except Died:
+        return True
+    finally:
+        scene.calls.dies_after = None
+    return False
+
+
+def test_start_after_a_crash(scene: Scene, after: Path) -> None:
+    """Cleaning up is cut off too: a torn step, data without a record and temporary files."""
+    session = scene.begin(world_size=2)
+    scene.step(session)
+    scene.step(session)
+    session.store(3, rank=1)
+    assert dies(scene, 8, lambda: session.store(3, rank=0))
+    session.close()
+    left = sorted(path.name for path in (scene.root / "steps/main/000000000003").iterdir())
+    assert sum(name.endswith(".tmp") for name in left) == 1
+    assert sum("-r00000of" in name for name in left) == 2  # one with its name, one without
+    start = len(scene.calls.log)
+    session = scene.begin(world_size=2)
+    assert session.restored == StepRef("main", 2)
+    scene.step(session, gone=[1])
+    session.close()
+    outcome = try_all(scene.calls, after, start)
+    assert outcome.violations == []
+    assert outcome.states > 50
+
+
+def test_the_process_dies_and_then_the_power_fails(tmp_path: Path, after: Path) -> None:
+    """What a dead process has left undone must not be taken for durable by the next one."""
+    tried, calls, died = 0, 0, True
+    while died:
+        scene = Scene(tmp_path / f"recorded{calls}")
+
+        def first_life(scene: Scene = scene) -> None:
+            session = scene.begin()
+            try:
+                scene.step(session)
+            finally:
+                session.close()
+
+        died = dies(scene, calls, first_life)
+        scene.expected = Expected(None, frozenset(), frozenset([None]))
+        session = scene.begin()
+        scene.step(session)
+        session.close()
+        outcome = try_all(scene.calls, after, len(scene.calls.log))
+        assert outcome.violations == [], f"dead after {calls} calls"
+        tried += outcome.states
+        calls += 1
+    assert calls > 40
+    assert tried >= calls
+
+
+def test_set_aside(scene: Scene, after: Path) -> None:
+    """The newest step is damaged, and the power fails while it is moved out of the way."""
+    session = scene.begin()
+    for _ in range(2):
+        scene.step(session)
+    session.close()
+    start = len(scene.calls.log)
+    damaged = session.run.entries(StepRef("main", 2))[0]
+    kept = frozenset(e for e in scene.expected.complete if e[0].step == 1)
+    scene.expect(complete=kept, newest=frozenset([*kept, (StepRef("main", 2), 1)]))
+    session.run.set_aside(damaged)
+    scene.expect(newest=kept)
+    session = scene.begin()
+    assert session.restored == StepRef("main", 1)
+    scene.step(session)
+    session.close()
+    assert sum(call.name == "rename" and "damaged/" in call.target for call in scene.calls.log) == 3
+    outcome = try_all(scene.calls, after, start)
+    assert outcome.violations == []
+    assert outcome.states > 30
+
+
+def test_fork(scene: Scene, after: Path) -> None:
+    session = scene.begin(retention=Retention(keep_last=None))
+    for _ in range(3):
+        scene.step(session)
+    session.close()
+    start = len(scene.calls.log)
+    session = scene.begin(step=2)
+    assert session.timeline == "main@2"
+    scene.step(session)
+    scene.step(session)
+    session.close()
+    outcome = try_all(scene.calls, after, start)
+    assert outcome.violations == []
+    assert outcome.states > 50
+
+
+class Slow(Recorder):
+    """A rank that shares the log of another, and stands still before one of its calls."""
+
+    def __init__(self, shared: Recorder, root: Path, calls: int) -> None:
+        super().__init__(root)
+        self._shared, self._left = shared, calls
+        self._numbers = itertools.count(1000)
+        self.reached, self.released = threading.Event(), threading.Event()
+
+    def _add(self, call: Call) -> None:
+        self._shared.log.append(call)
+
+    def _alive(self) -> None:
+        if self._left == 0:
+            self.reached.set()
+            assert self.released.wait(60)
+        self._left -= 1
+
+
+def test_what_another_rank_has_not_made_durable_is_no_reason_to_delete(
+    tmp_path: Path, after: Path
+) -> None:
+    """Rank 1 has renamed its record and not yet fsynced the directory: rank 0 sees the step as
+    complete. If it then removed the step before, the power cut could take both."""
+    states = 0
+    for calls in range(100):
+        scene = Scene(tmp_path / f"recorded{calls}")
+        session = scene.begin(world_size=2, retention=Retention(keep_last=1))
+        scene.step(session)
+        scene.step(session)
+        slow = Slow(scene.calls, scene.root, calls)
+        before, now = (StepRef("main", 2), 1), (StepRef("main", 3), 1)
+        scene.expect(newest=frozenset([before, now]), complete=frozenset())
+        session.backends[1]._calls = slow
+        session.store(3, rank=0)
+        writing = threading.Thread(target=session.store, args=(3, 1))
+        writing.start()
+        until(lambda: slow.reached.is_set() or not writing.is_alive(), 60, "rank 1 to stand still")  # noqa: B023
+        stood_still = slow.reached.is_set()
+        start = len(scene.calls.log)
+        session.look_after(3, rank=0)
+        outcome = try_all(scene.calls, after, start)
+        slow.released.set()
+        writing.join()
+        session.close()
+        assert outcome.violations == [], f"rank 1 stood before its call {calls}"
+        states += outcome.states
+        if not stood_still:
+            break
+    assert calls > 10
+    assert states > 30
+
+
+class NoFileSync(Recorder):
+    def sync(self, fd: int) -> None:
+        pass
+
+
+class NoDirectorySync(Recorder):
+    def sync_directory(self, path: Path) -> None:
+        pass
+
+
+class RenameFirst(Recorder):
+    """Writes and fsyncs a file only when it has its last name."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._late: dict[str, list[Callable[[], object]]] = {}
+        self._paths: dict[int, str] = {}
+
+    def create(self, path: Path, flags: int) -> int:
+        fd = super().create(path, flags)
+        self._paths[fd] = str(path)
+        return fd
+
+    def write_at(self, fd: int, data: Buffer, offset: int) -> int:
+        kept, write = bytes(data), super().write_at
+        self._later(fd, lambda: write(fd, kept, offset))
+        return len(kept)
+
+    def _later(self, fd: int, act: Callable[[], object]) -> None:
+        self._late.setdefault(self._paths[fd], []).append(act)
+
+    def sync(self, fd: int) -> None:
+        sync = super().sync
+        self._later(fd, lambda: sync(fd))
+
+    def close(self, fd: int) -> None:
+        close = super().close
+        self._later(fd, lambda: close(fd))
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        for act in self._late.pop(str(source), []):
+            act()
+
+
+class DeletesFirst(Recorder):
+    """Removes the data of a step before its record."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._records: list[Path] = []
+
+    def unlink(self, path: Path) -> None:
+        if path.name.endswith(".json"):
+            self._records.append(path)
+        else:
+            super().unlink(path)
+
+    def remove_directory(self, path: Path) -> None:
+        while self._records:
+            super().unlink(self._records.pop())
+        super().remove_directory(path)
+
+
+@pytest.mark.parametrize("broken", [NoFileSync, NoDirectorySync, RenameFirst, DeletesFirst])
+def test_the_enumerator_finds_broken_system_calls(
+    tmp_path: Path, after: Path, broken: type[Recorder]
+) -> None:
+    root = tmp_path / "recorded"
+    scene = Scene(root, broken(root))
+    run_of_a_few_steps(scene)
+    outcome = try_all(scene.calls, after, first_only=True)
+    assert outcome.violations != []
+
+
+def test_the_enumerator_finds_a_marker_that_comes_before_the_data(
+    scene: Scene, after: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = LocalBackend.put
+    late: list[NewFile] = []
+
+    def marker_first(self: LocalBackend, files: Sequence[NewFile]) -> None:
+        if any(file.name.endswith(".safetensors") for file in files):
+            late.extend(file._replace(parts=[bytes(p) for p in file.parts]) for file in files)
+            return
+        put(self, files)
+        put(self, late)
+        late.clear()
+
+    monkeypatch.setattr(LocalBackend, "put", marker_first)
+    run_of_a_few_steps(scene)
+    outcome = try_all(scene.calls, after, first_only=True)
+    assert "is listed as complete" in outcome.violations[0]
+
+
+def test_a_file_that_was_not_fsynced_may_hold_anything(tmp_path: Path) -> None:
+    """The model itself: what may be found of a file of eight bytes under its last name."""
+    calls = Recorder(tmp_path)
+    fd = calls.create(tmp_path / "x.tmp", 0)
+    calls.write_at(fd, b"12345678", 0)
+    calls.close(fd)
+    calls.rename(tmp_path / "x.tmp", tmp_path / "x")
+    trees = [cut.tree for cut in power_cuts(calls.log, len(calls.log), random.Random(SEED))]
+    found = [tree["x"] for tree in trees if "x" in tree]
+    assert {b"", b"1234", bytes(8), b"1234" + bytes(4), b"12345678"} < set(found)
+    assert {} in trees
+    calls.sync_directory(tmp_path)
+    trees = [cut.tree for cut in power_cuts(calls.log, len(calls.log), random.Random(SEED))]
+    assert all("x" in tree and "x.tmp" not in tree for tree in trees)
+    calls._files[fd] = 1
+    calls.sync(fd)
+    assert [cut.tree for cut in power_cuts(calls.log, len(calls.log), random.Random(SEED))] == [
+        {"x": b"12345678"}
+    ]

@@ -1,30 +1,31 @@
-"""A training as the matrix runs it: fresh objects, one step, and a picture of all that it holds."""
+"""A training as the matrix runs it: fresh objects of one case, and its step."""
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ExponentialLR
 
-from exact.zoo import OPTIMIZERS, Complex, Kind, Plain, Tied, cast, optimizers_for
+import everystep
+from exact.zoo import OPTIMIZERS, Codes, Complex, Kind, Plain, narrow, optimizers_for
+from states import state_of
 
 FORMATS = ("fp32", "bf16", "mixed", "master")
-"""All in fp32; all in bf16; autocast to bf16 over fp32 parameters; bf16 parameters, and fp32 copies
+"""All in fp32; all in bf16; bf16 arithmetic over fp32 parameters; bf16 parameters, and fp32 copies
 of them that the optimizer moves."""
 
-MODELS = ("plain", "tied", "frozen", "sparse", "batchnorm", "complex", "gan", "compiled")
-WRAPPERS = ("ddp", "fsdp2")
-
 Wrap = Callable[[nn.Module, str], nn.Module]
-"""What is made of a model before its optimizer is: (model, format) → model."""
+"""(model, format) → what is trained in its place."""
 
 
 @dataclass
@@ -35,8 +36,23 @@ class Scene:
     optimizers: dict[str, Optimizer]
     extras: dict[str, Any]
     step: Callable[[int], None]
-    """Train step number t (from 0)."""
-    losses: list[torch.Tensor] = field(default_factory=list)
+    """Train step number t, from 0."""
+
+    def steps(self, first: int, last: int) -> Scene:
+        """Train steps `first` to `last - 1`, storing nothing."""
+        for t in range(first, last):
+            self.step(t)
+        return self
+
+    def state(self) -> Any:
+        """All that it holds, as bits, seen without the library."""
+        return state_of(self.models, self.optimizers, self.extras)
+
+    def checkpointer(self, run: Any, **options: Any) -> everystep.Checkpointer:
+        """A checkpointer over all of it."""
+        return everystep.Checkpointer(
+            run, model=self.models, optimizer=self.optimizers, extras=self.extras, **options
+        )
 
 
 def seed_all(seed: int) -> None:
@@ -46,232 +62,145 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def batch(step: int, micro: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a step is trained on: the same for every run, without the global generators."""
-    generator = torch.Generator().manual_seed(1000 * step + micro)
-    return torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a rank is trained on in a step, the same in every run, and a noise from Python's and
+    NumPy's global generators on it."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x, y = torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
+    return x + 0.01 * random.random() + 0.01 * float(np.random.rand()), y
 
 
 def build(
-    optimizer: str, fmt: str, model: str, seed: int, wrap: Wrap = lambda m, fmt: m, shift: int = 0
+    optimizer: str, fmt: str, model: str, seed: int, wrap: Wrap = lambda model, fmt: model
 ) -> Scene:
-    """Fresh objects of one case.
-
-    Args:
-        shift: which batches: ranks see different ones.
-    """
+    """Fresh objects of one case, made after seeding everything with `seed`."""
     seed_all(seed)
     kind = OPTIMIZERS[optimizer]
     if model == "gan":
         return _gan(kind, fmt)
-    net = _net(model)
-    if fmt in ("bf16", "master"):
-        cast(net, torch.bfloat16)
-    net = wrap(net, fmt)
-    if model == "compiled":
-        net = torch.compile(net, backend="aot_eager")
-    models = {"net": net}
-    trained = list(net.parameters())
-    if fmt == "master":
-        models["masters"] = masters = _masters(trained)
-        trained = list(masters)
-    if model == "sparse":
-        optimizers = optimizers_for(kind, trained[:1])
-        optimizers["dense"] = torch.optim.SGD(trained[1:], lr=0.05, momentum=0.9)
-    else:
-        optimizers = optimizers_for(kind, trained)
-    extras = {
-        name: torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for name, each in optimizers.items()
-    }
-    scene = Scene(models, optimizers, extras, step=lambda t: None)
-    low = fmt == "bf16" or fmt == "master"
-
-    def loss_of(t: int) -> torch.Tensor:
-        x, y = batch(t, shift)
-        x = x + 0.01 * random.random() + 0.01 * float(np.random.rand())
-        with _autocast(fmt):
-            out = net(x.bfloat16() if low else x)
-        target = y if out.shape == y.shape else F.pad(y, (0, out.shape[1] - y.shape[1]))
-        return F.mse_loss(out.float(), target)
+    side = _Side(wrap(_net(model, fmt), fmt), fmt)
+    optimizers = side.optimizers(kind, sparse=model == "sparse")
 
     def step(t: int) -> None:
-        if model == "frozen" and t >= 2:
-            _inner(net).second.bias.requires_grad_(False)
-        _train(scene, kind, lambda: loss_of(t))
-        for schedule in scene.extras.values():
-            schedule.step()
-
-    scene.step = step
-    return scene
-
-
-def _net(model: str) -> nn.Module:
-    if model in ("tied", "sparse"):
-        return Tied(sparse=model == "sparse")
-    if model == "complex":
-        return Complex()
-    net = Plain(norm=model == "batchnorm")
-    if model == "frozen":
-        net.first.weight.requires_grad_(False)
-    return net
-
-
-def _inner(net: nn.Module) -> Any:
-    return getattr(net, "_orig_mod", getattr(net, "module", net))
-
-
-def _autocast(fmt: str) -> Any:
-    return torch.autocast("cpu", torch.bfloat16) if fmt == "mixed" else nullcontext()
-
-
-def _masters(parameters: list[nn.Parameter]) -> nn.ParameterList:
-    wide = [p.detach().float() if p.dtype == torch.bfloat16 else p.detach() for p in parameters]
-    return nn.ParameterList([nn.Parameter(w.clone(), p.requires_grad) for w, p in zip(wide, parameters, strict=True)])
-
-
-def _train(scene: Scene, kind: Kind, loss_of: Callable[[], torch.Tensor]) -> None:
-    net, masters = scene.models["net"], scene.models.get("masters")
-
-    def closure() -> torch.Tensor:
-        if masters is not None:
-            _give_back(net, masters)  # a line search has moved them
-        net.zero_grad()
-        loss = loss_of()
-        loss.backward()
-        if masters is not None:
-            for wide, narrow in zip(masters, net.parameters(), strict=True):
-                wide.grad = None if narrow.grad is None else narrow.grad.to(wide.dtype)
-        return loss.detach()
-
-    if kind.closure:
-        scene.losses.append(scene.optimizers["optimizer"].step(closure))
-        for name, optimizer in scene.optimizers.items():
-            if name != "optimizer":
-                optimizer.step()
-    else:
-        scene.losses.append(closure())
-        for optimizer in scene.optimizers.values():
-            optimizer.step()
-    if masters is not None:
-        _give_back(net, masters)
-
-
-def _give_back(net: nn.Module, masters: Any) -> None:
-    with torch.no_grad():
-        for wide, narrow in zip(masters, net.parameters(), strict=True):
-            narrow.copy_(wide)
-
-
-def _gan(kind: Kind, fmt: str) -> Scene:
-    """Two models, each with optimizers of its own, that train each other."""
-    models: dict[str, nn.Module] = {"G": Plain(), "D": Plain(norm=True)}
-    if fmt in ("bf16", "master"):
-        for each in models.values():
-            cast(each, torch.bfloat16)
-    optimizers: dict[str, Optimizer] = {}
-    masters: dict[str, Any] = {}
-    for name, each in list(models.items()):
-        trained = list(each.parameters())
-        if fmt == "master":
-            masters[name] = models[f"{name}-masters"] = _masters(trained)
-            trained = list(masters[name])
-        for part, made in optimizers_for(kind, trained).items():
-            optimizers[f"{name}/{part}"] = made
-    schedules = {n: torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for n, o in optimizers.items()}
-    scene = Scene(models, optimizers, dict(schedules), step=lambda t: None)
-    low = fmt == "bf16" or fmt == "master"
-
-    def loss_of(name: str, t: int) -> torch.Tensor:
+        if model == "frozen" and t >= 2:  # it has slots by then, which must be kept
+            side.net.get_submodule("second").bias.requires_grad_(False)
         x, y = batch(t)
-        x = x + 0.01 * random.random() + 0.01 * float(np.random.rand())
-        with _autocast(fmt):
-            made = models["G"](x.bfloat16() if low else x)
-            judged = models["D"](torch.cat([made, made * 0.5], 1))
-        return F.mse_loss(judged.float(), y if name == "D" else -y)
-
-    def step(t: int) -> None:
-        for name in ("D", "G"):
-            net = models[name]
-            only = Scene(
-                {"net": net, **({"masters": masters[name]} if masters else {})},
-                {part.partition("/")[2]: o for part, o in optimizers.items() if part[0] == name},
-                {},
-                scene.step,
-                scene.losses,
-            )
-            _train(only, kind, lambda name=name: loss_of(name, t))
+        side.train(kind, optimizers, lambda: _loss(side(x), y))
         for schedule in schedules.values():
             schedule.step()
 
-    scene.step = step
-    return scene
+    schedules = {name: ExponentialLR(each, 0.9) for name, each in optimizers.items()}
+    return Scene(side.models("net"), optimizers, dict(schedules), step)
 
 
-# ------------------------------------------------------------------------------ pictures
-
-Picture = dict[str, tuple[str, str]]
-"""Everything by place: what it is, and its bytes in hexadecimal. It survives JSON."""
-
-
-def picture(scene: Scene) -> Picture:
-    """All that a training holds, seen without the library: by torch's own state dicts and names."""
-    seen: Picture = {}
-    for name, model in scene.models.items():
-        for fqn, tensor in model.named_parameters(remove_duplicate=False):
-            _see(seen, f"{name}.{fqn}", tensor)
-        for fqn, tensor in model.named_buffers(remove_duplicate=False):
-            _see(seen, f"{name}.{fqn}", tensor)
-    for name, optimizer in scene.optimizers.items():
-        _see(seen, f"{name}.state", optimizer.state_dict())
-    for name, extra in scene.extras.items():
-        own = extra if isinstance(extra, dict) else getattr(extra, "state_dict", lambda: None)()
-        _see(seen, f"extras.{name}", own)
-    _see(seen, "rng.torch", torch.get_rng_state())
-    _see(seen, "rng.numpy", np.random.get_state(legacy=False))
-    _see(seen, "rng.python", random.getstate())
-    return seen
-
-
-def _see(seen: Picture, place: str, value: Any) -> None:
-    if hasattr(value, "to_local"):
-        seen[place + "#global"] = (f"{value.placements} {tuple(value.shape)}", "")
-        value = value.to_local()
-    if isinstance(value, torch.Tensor) and value.layout == torch.sparse_coo:
-        _see(seen, place + "#indices", value._indices())
-        _see(seen, place + "#values", value._values())
-    elif isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        strides = value.stride() if value.numel() else ()
-        what = f"{value.dtype} {tuple(value.shape)} {strides} {value.device}"
-        seen[place] = (what, flat.numpy().tobytes().hex())
-    elif isinstance(value, np.ndarray):
-        seen[place] = (f"{value.dtype} {value.shape}", value.tobytes().hex())
-    elif isinstance(value, Mapping):
-        seen[place] = (f"{type(value).__name__} of {len(value)}", "")
-        for key, item in value.items():
-            _see(seen, f"{place}[{key!r}]", item)
-    elif isinstance(value, (list, tuple)) or type(value).__name__ == "deque":
-        seen[place] = (f"{type(value).__name__} of {len(value)}", "")
-        if all(type(item) is int for item in value):
-            seen[place] = (seen[place][0] + f": {list(value)}", "")
-            return
-        for index, item in enumerate(value):
-            _see(seen, f"{place}[{index}]", item)
-    elif type(value) is float:
-        seen[place] = ("float", value.hex())
+def _net(model: str, fmt: str) -> nn.Module:
+    net: nn.Module
+    if model in ("tied", "sparse"):
+        net = Codes(sparse=model == "sparse")
+    elif model == "complex":
+        net = Complex()
     else:
-        seen[place] = (f"{type(value).__name__} {value!r}", "")
+        net = Plain(norm=model in ("batchnorm", "gan", "ddp"))
+    if model == "frozen":
+        net.get_submodule("first").weight.requires_grad_(False)
+    if fmt in ("bf16", "master"):
+        narrow(net)
+    if model == "compiled":
+        net = torch.compile(net, backend="aot_eager", fullgraph=True)
+    return net
 
 
-def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """The first place where two pictures differ, with the bytes; None if they are the same."""
-    for place in [*one, *(place for place in other if place not in one)]:
-        a, b = one.get(place), other.get(place)
-        if a is None or b is None:
-            return f"{place}: only in the {'second' if a is None else 'first'}"
-        if a[0] != b[0]:
-            return f"{place}: {a[0]} / {b[0]}"
-        if a[1] != b[1]:
-            at = next(i for i in range(len(a[1])) if a[1][i] != b[1][i]) // 2
-            return f"{place} ({a[0]}) differs first at byte {at}: {a[1][2 * at :][:16]} / {b[1][2 * at :][:16]}"
-    return None
+def _loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(out.float(), F.pad(y, (0, out.shape[1] - y.shape[1])))
+
+
+class _Side:
+    """A model, in a format, and what is trained of it."""
+
+    def __init__(self, net: nn.Module, fmt: str) -> None:
+        self.net, self.fmt = net, fmt
+        self.trained = list(net.parameters())
+        self.masters: nn.ParameterList | None = None
+        if fmt == "master":
+            self.masters = nn.ParameterList(
+                nn.Parameter(_wide(p.detach()).clone(), p.requires_grad) for p in self.trained
+            )
+            self.trained = list(self.masters)
+
+    def models(self, name: str) -> dict[str, nn.Module]:
+        masters = {} if self.masters is None else {f"{name}-masters": self.masters}
+        return {name: self.net, **masters}
+
+    def optimizers(self, kind: Kind, *, sparse: bool = False) -> dict[str, Optimizer]:
+        if not sparse:
+            return optimizers_for(kind, self.trained)
+        table, *dense = self.trained
+        made = optimizers_for(kind, [table])
+        return {**made, "dense": torch.optim.SGD(dense, lr=0.05, momentum=0.9)}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        low = self.fmt in ("bf16", "master")
+        own = hasattr(self.net, "set_reduce_scatter_divide_factor")  # FSDP2 has its own way
+        cast = self.fmt == "mixed" and not own
+        with torch.autocast("cpu", torch.bfloat16) if cast else contextlib.nullcontext():
+            out: torch.Tensor = self.net(x.bfloat16() if low else x)
+        return out
+
+    def train(
+        self, kind: Kind, optimizers: dict[str, Optimizer], loss_of: Callable[[], torch.Tensor]
+    ) -> None:
+        def closure() -> torch.Tensor:
+            self._give_back()  # a line search has moved the masters
+            self.net.zero_grad()
+            loss = loss_of()
+            loss.backward()
+            if self.masters is not None:
+                for master, parameter in zip(self.masters, self.net.parameters(), strict=True):
+                    gradient = parameter.grad
+                    master.grad = None if gradient is None else _wide(gradient)
+            seen = loss.detach()
+            if dist.is_initialized():  # a line search must go alike on all ranks
+                dist.all_reduce(seen)
+            return seen
+
+        if not kind.closure:
+            closure()
+        # sparse tensors are checked: torch warns where nobody has said whether they should be
+        with torch.sparse.check_sparse_tensor_invariants():
+            for name, optimizer in optimizers.items():
+                optimizer.step(closure if kind.closure and name == "optimizer" else None)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self.masters is not None:
+            with torch.no_grad():
+                for master, parameter in zip(self.masters, self.net.parameters(), strict=True):
+                    parameter.copy_(master)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+
+
+def _gan(kind: Kind, fmt: str) -> Scene:
+    """Two models, each with an optimizer of its own, that train each other."""
+    sides = {"D": _Side(_net("gan", fmt), fmt), "G": _Side(_net("plain", fmt), fmt)}
+    made = {name: side.optimizers(kind) for name, side in sides.items()}
+    optimizers = {f"{name}/{part}": o for name, parts in made.items() for part, o in parts.items()}
+    schedules = {name: ExponentialLR(each, 0.9) for name, each in optimizers.items()}
+
+    def step(t: int) -> None:
+        x, y = batch(t)
+        for name, sign in (("D", 1), ("G", -1)):
+
+            def loss() -> torch.Tensor:
+                drawn = sides["G"](x)
+                return _loss(sides["D"](torch.cat([drawn, 0.5 * drawn], 1)), sign * y)  # noqa: B023
+
+            sides[name].train(kind, made[name], loss)
+        for schedule in schedules.values():
+            schedule.step()
+
+    models = {k: m for name, side in sides.items() for k, m in side.models(name).items()}
+    return Scene(models, optimizers, dict(schedules), step)

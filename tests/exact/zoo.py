@@ -1,4 +1,4 @@
-"""The optimizers, number formats and models of the exactness matrix, all tiny."""
+"""The optimizers and models of the exactness matrix, all tiny."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-
-# ------------------------------------------------------------------------------ optimizers
 
 
 @dataclass(frozen=True)
@@ -31,14 +29,10 @@ class Kind:
 
 def _variants(name: str, *, fused: bool = False, **options: Any) -> dict[str, Kind]:
     make = getattr(torch.optim, name)
-    label = name + "".join(f"+{option}" for option, value in options.items() if option[0] != "l")
-    kinds = {
-        f"{label}/loop": Kind(make, {**options, "foreach": False}),
-        f"{label}/foreach": Kind(make, {**options, "foreach": True}),
-    }
-    if fused:
-        kinds[f"{label}/fused"] = Kind(make, {**options, "fused": True})
-    return kinds
+    label = name + "".join(f"+{option}" for option in options if option != "lr")
+    ways = ("foreach", "fused") if fused else ("foreach",)
+    kinds = {f"{label}/loop": Kind(make, {**options, "foreach": False})}
+    return kinds | {f"{label}/{way}": Kind(make, {**options, way: True}) for way in ways}
 
 
 OPTIMIZERS: dict[str, Kind] = {
@@ -49,9 +43,9 @@ OPTIMIZERS: dict[str, Kind] = {
     **_variants("Adam", lr=0.02, amsgrad=True, weight_decay=0.01, fused=True),
     **_variants("AdamW", lr=0.02),
     # a learning rate that is a tensor, which foreach does not take
-    "AdamW+lr/loop": Kind(torch.optim.AdamW, {"lr": torch.tensor(0.02), "foreach": False}),
-    "AdamW+lr/fused": Kind(torch.optim.AdamW, {"lr": torch.tensor(0.02), "fused": True}),
-    **_variants("Adagrad", lr=0.05, lr_decay=0.1, initial_accumulator_value=0.1, fused=True),
+    "AdamW+tensor/loop": Kind(torch.optim.AdamW, {"lr": torch.tensor(0.02), "foreach": False}),
+    "AdamW+tensor/fused": Kind(torch.optim.AdamW, {"lr": torch.tensor(0.02), "fused": True}),
+    **_variants("Adagrad", lr=0.05, lr_decay=0.1, fused=True),
     **_variants("Adadelta", lr=0.5),
     **_variants("Adamax", lr=0.02),
     **_variants("ASGD", lr=0.05, t0=2),
@@ -63,39 +57,33 @@ OPTIMIZERS: dict[str, Kind] = {
     **_variants("Rprop", lr=0.01),
     **_variants("Adafactor", lr=0.05),
     "SparseAdam": Kind(torch.optim.SparseAdam, {"lr": 0.02}),
-    "LBFGS": Kind(
-        torch.optim.LBFGS, {"lr": 0.3, "max_iter": 2}, one_group=True, closure=True
-    ),
-    "LBFGS+strong_wolfe": Kind(
+    "LBFGS": Kind(torch.optim.LBFGS, {"lr": 0.3, "max_iter": 2}, one_group=True, closure=True),
+    "LBFGS+wolfe": Kind(
         torch.optim.LBFGS,
         {"lr": 0.3, "max_iter": 2, "history_size": 2, "line_search_fn": "strong_wolfe"},
         one_group=True,
         closure=True,
     ),
-    "Muon": Kind(torch.optim.Muon, {"lr": 0.02}, matrices_only=True),
-    # lists of tensors and empty lists as slots
+    # lists of tensors, some of them empty, as slots
     "SOAP": Kind(pytorch_optimizer.SOAP, {"lr": 0.02, "precondition_frequency": 2}),
     # a dict with floats as keys as a slot
     "AggMo": Kind(pytorch_optimizer.AggMo, {"lr": 0.02}),
     # a deque of gradients as a slot
     "AdaShift": Kind(pytorch_optimizer.AdaShift, {"lr": 0.02, "keep_num": 3}),
 }
+if hasattr(torch.optim, "Muon"):  # torch 2.9
+    OPTIMIZERS["Muon"] = Kind(torch.optim.Muon, {"lr": 0.02}, matrices_only=True)
 
 
-def optimizers_for(
-    kind: Kind, parameters: list[nn.Parameter], lr_of_vectors: float = 0.5
-) -> dict[str, Optimizer]:
-    """The optimizer in question, and AdamW for what it refuses."""
+def optimizers_for(kind: Kind, parameters: list[nn.Parameter]) -> dict[str, Optimizer]:
+    """The optimizer in question over two groups, and AdamW for what it refuses."""
     mine = [p for p in parameters if p.dim() == 2 or not kind.matrices_only]
     rest = [p for p in parameters if p.dim() != 2 and kind.matrices_only]
     groups: list[Any] = [{"params": mine}]
     vectors = [p for p in mine if p.dim() < 2]
     if vectors and not kind.one_group:
-        lr = kind.options["lr"] * lr_of_vectors
-        groups = [
-            {"params": [p for p in mine if p.dim() >= 2]},
-            {"params": vectors, "lr": lr},
-        ]
+        matrices = [p for p in mine if p.dim() >= 2]
+        groups = [{"params": matrices}, {"params": vectors, "lr": kind.options["lr"] * 0.5}]
     options = {
         name: value.clone() if isinstance(value, torch.Tensor) else value
         for name, value in kind.options.items()
@@ -104,9 +92,6 @@ def optimizers_for(
     if rest:
         made["rest"] = torch.optim.AdamW(rest, lr=0.02)
     return made
-
-
-# ------------------------------------------------------------------------------ models
 
 
 class Plain(nn.Module):
@@ -120,13 +105,16 @@ class Plain(nn.Module):
         self.second = nn.Linear(17, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.drop(F.gelu(self.norm(self.first(x)))))
+        """From (batch, 6) to (batch, 3)."""
+        hidden = self.norm(self.first(x))
+        out: torch.Tensor = self.second(self.drop(F.gelu(hidden)))
+        return out
 
 
-class Tied(nn.Module):
-    """An embedding whose weight is also the weight of the head."""
+class Codes(nn.Module):
+    """An embedding, and a head over its codes: tied to it, or with sparse gradients."""
 
-    def __init__(self, sparse: bool = False) -> None:
+    def __init__(self, *, sparse: bool) -> None:
         super().__init__()
         self.table = nn.Embedding(24, 9, sparse=sparse)
         self.drop = nn.Dropout(0.3)
@@ -136,12 +124,14 @@ class Tied(nn.Module):
             self.head.weight = self.table.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """From (batch, n) to (batch, 24)."""
         codes = (x.float() * 8).long().abs() % 24
-        return self.head(self.drop(torch.tanh(self.body(self.table(codes).mean(1)))))
+        out: torch.Tensor = self.head(self.drop(torch.tanh(self.body(self.table(codes).mean(1)))))
+        return out
 
 
 class Complex(nn.Module):
-    """A complex matrix and vector between real layers; they stay complex64 in every format."""
+    """A complex matrix and vector between real layers; they are complex64 in every format."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,19 +142,16 @@ class Complex(nn.Module):
         self.second = nn.Linear(7, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """From (batch, 6) to (batch, 3)."""
         hidden = self.drop(self.first(x))
         z = torch.view_as_complex(hidden.float().reshape(-1, 5, 2))
         real = (z @ self.matrix + self.vector).abs()
-        return self.second(real.to(self.second.weight.dtype))
+        out: torch.Tensor = self.second(real.to(self.second.weight.dtype))
+        return out
 
 
-def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Real floating parameters to `dtype`; complex ones and buffers stay."""
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and parameter.dtype == torch.float32:
-                parameter.data = parameter.data.to(dtype)
-                module._parameters[name] = parameter
-    return model
-
-
+def narrow(model: nn.Module) -> None:
+    """Bring real floating parameters and buffers to bf16; complex ones stay as they are."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.dtype == torch.float32:
+            tensor.data = tensor.data.bfloat16()

@@ -430,16 +430,25 @@ def test_groups_in_another_order_take_the_stored_one() -> None:
     assert_same_state(state_of(again, restarted), state_of(model, optimizer))
 
 
+class _Younger(Adam):
+    """An Adam with an option that older versions did not have."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.defaults["fresh"] = 7
+        self.param_groups[0]["fresh"] = 7
+
+
 def test_counters_in_groups_and_options_that_only_one_side_has() -> None:
     model, again = _net(), _net(1)
-    optimizer, restarted = Adam(model.parameters()), Adam(again.parameters())
+    optimizer, restarted = _Younger(model.parameters()), _Younger(again.parameters())
     optimizer.param_groups[0]["count"] = 3
-    del optimizer.param_groups[0]["decoupled_weight_decay"]  # as from an older torch
+    del optimizer.param_groups[0]["fresh"]
     restarted.param_groups[0]["stale"] = 1
     restore(stored(model, optimizer), again, restarted)
     (group,) = restarted.param_groups
-    assert group["count"] == 3 and "stale" not in group
-    assert group["decoupled_weight_decay"] is False
+    assert group["count"] == 3 and group["fresh"] == 7
+    assert "stale" not in group
 
 
 def test_restoring_back_in_time_in_one_process_forgets_what_came_later() -> None:

@@ -21,8 +21,9 @@ from states import assert_same_state, state_of
 from trips import misfit, restore, restore_run, save_run, stored
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
+    """One for all tests: DTensor's caches keep a process group, and its descriptors, for good."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
     dist.destroy_process_group()

@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
 import everystep
-from everystep.state import raw
+from everystep.state import raw, rng
 from states import FrozenTensor, assert_same_state, rng_state, state_of
 from trips import restore_run, save_run
 
@@ -59,7 +59,7 @@ class _Shapes(nn.Module):
             else:
                 self.register_parameter(name, nn.Parameter(value))
             if hollow and value.numel():
-                value.copy_(torch.zeros(1) if name == "expanded" else torch.zeros(value.shape))
+                (value[:, :1] if name == "expanded" else value.detach()).zero_()
         for dtype in sorted(
             {d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str
         ):
@@ -89,15 +89,33 @@ class _Net(nn.Module):
         self.emb, self.head = nn.Embedding(4, 2), nn.Linear(2, 4, bias=False)
         self.head.weight = self.emb.weight
         self.body = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout())
-        self.half = nn.Linear(2, 2).bfloat16()
+        self.lower = nn.Linear(2, 2).bfloat16()
         self.frozen_always, self.frozen_later = nn.Linear(1, 1), nn.Linear(2, 2)
         self.frozen_always.requires_grad_(False)
         self.never, self.late = nn.Linear(1, 1), nn.Linear(2, 2)
 
     def forward(self, index: torch.Tensor) -> torch.Tensor:
         hidden = self.frozen_later(self.body(self.emb(index))) + self.late(self.emb(index))
-        lower = self.half(hidden.bfloat16()).float()
-        return self.head(hidden + lower).square().sum()
+        other = self.lower(hidden.bfloat16()).float()
+        return self.head(hidden + other).square().sum()
+
+
+class _Mixed(Optimizer):
+    """Moments and masters of full precision for parameters of less."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                slot, gradient = self.state[parameter], parameter.grad.float()
+                if not slot:
+                    slot["master"] = parameter.detach().float()
+                    slot["moment"] = torch.zeros_like(gradient)
+                slot["moment"].lerp_(gradient, 0.1)
+                slot["master"].sub_(slot["moment"], alpha=group["lr"])
+                parameter.data.copy_(slot["master"])
 
 
 class _Stateful:
@@ -132,24 +150,24 @@ class _Zoo:
     def __init__(self, seed: int, *, hollow: bool) -> None:
         torch.manual_seed(seed)
         self.net, self.critic = _Net(hollow=hollow), nn.Linear(2, 1)
-        self.late_group = False
         net = self.net
         shared_rate, own_rate = torch.tensor(0.05 + seed), torch.tensor(0.02 + seed)
         embedding = [net.emb.weight] if hollow else [net.head.weight]
-        others = [*net.shapes.parameters(), *net.names.parameters(), *net.frozen_always.parameters(),
-                  *net.never.parameters()]  # fmt: skip
+        modules = (net.shapes, net.names, net.frozen_always, net.never)
+        others = [parameter for module in modules for parameter in module.parameters()]
         self.optimizers: dict[str, Optimizer] = {
             "main.one/x": AdamW(
                 [
                     {"params": embedding, "lr": 0.01 * (seed + 1), "count": seed},
                     {"params": list(net.body.parameters()), "lr": shared_rate},
                     {"params": list(net.frozen_later.parameters()), "lr": shared_rate},
-                    {"params": list(net.half.parameters()), "lr": own_rate},
+                    {"params": list(net.late.parameters()), "lr": own_rate},
                     {"params": []},
                     {"params": others},
                 ]
             ),
             "critic": SGD(self.critic.parameters(), lr=0.1, momentum=0.9),
+            "mixed": _Mixed(net.lower.parameters()),
         }
         main, critic = self.optimizers["main.one/x"], self.optimizers["critic"]
         self.average = AveragedModel(self.critic)
@@ -180,11 +198,11 @@ class _Zoo:
     def train(self, steps: int) -> None:
         main, critic = self.optimizers["main.one/x"], self.optimizers["critic"]
         for _ in range(steps):
-            main.zero_grad()
-            critic.zero_grad()
+            for optimizer in self.optimizers.values():
+                optimizer.zero_grad()
             loss = self.net(torch.randint(4, (5,))) + self.critic(torch.randn(3, 2)).sum()
             self.scaler.scale(loss).backward()
-            for optimizer in (main, critic):
+            for optimizer in (main, critic, self.optimizers["mixed"]):
                 self.scaler.step(optimizer)
             self.scaler.update()
             self.extras["main schedule"].step()
@@ -192,12 +210,6 @@ class _Zoo:
             self.average.update_parameters(self.critic)
             random.random(), np.random.randn(), torch.randn(1)
             self.extras["numpy"].random(), self.extras["random"].random()
-
-    def add_late_group(self) -> None:
-        late = list(self.net.late.parameters())
-        self.optimizers["main.one/x"].add_param_group(
-            {"params": late, "initial_lr": 0.1, "lr": 0.3}
-        )
 
     def state(self) -> Any:
         extras = dict(sorted(self.extras.items()))
@@ -210,9 +222,6 @@ def test_the_zoo_comes_back(run_dir: Path) -> None:
     zoo = _Zoo(0, hollow=False)
     zoo.train(2)
     zoo.net.frozen_later.requires_grad_(False)
-    for slot in zoo.optimizers["main.one/x"].state.values():
-        slot["exp_avg"] = slot["exp_avg"].float()  # of the bf16 ones too
-        slot["master"] = slot["exp_avg"].double() + 0.1
     zoo.train(1)
     save_run(run_dir, zoo.models, zoo.optimizers, zoo.extras)
     before = zoo.state()
@@ -226,7 +235,9 @@ def test_the_zoo_comes_back(run_dir: Path) -> None:
     assert values["tied"] is values["tied too"][0]
     assert values["long"].untyped_storage().nbytes() == 8
 
+    generators = rng.global_state()
     zoo.train(2)
+    rng.set_global_state(generators)
     again.train(2)
     assert_same_state(again.state(), zoo.state())
 
@@ -248,8 +259,8 @@ def test_the_zoo_is_read_without_objects(run_dir: Path) -> None:
     main = loaded.optimizer("main.one/x")
     assert main["param_groups"][1]["lr"] is main["param_groups"][2]["lr"]
     assert_same_state(
-        main["state"]["net.half.weight"],
-        zoo.optimizers["main.one/x"].state[zoo.net.half.weight],
+        loaded.optimizer("mixed")["state"]["net.lower.weight"],
+        zoo.optimizers["mixed"].state[zoo.net.lower.weight],
     )
 
 
@@ -279,10 +290,10 @@ def _seconds_for(count: int, run: Path) -> float:
 
 def test_ten_thousand_tiny_tensors(tmp_path: Path) -> None:
     _seconds_for(10, tmp_path / "warm")
-    few_s = _seconds_for(2_000, tmp_path / "few")
+    few_s = _seconds_for(1_000, tmp_path / "few")
     many_s = _seconds_for(10_000, tmp_path / "many")
-    assert many_s < 3 * 5 * few_s, "five times as many must not take more than five times as long"
-    assert many_s < 20
+    assert many_s < 3 * 10 * few_s, "ten times as many must not take much more than ten times"
+    assert many_s < 30
 
 
 def test_the_zoo_does_not_move(run_dir: Path) -> None:

@@ -25,7 +25,7 @@ from everystep.cli.demo_proof import Kill, Part, Price, compare, cost, price
 from everystep.cli.demo_run import RANKS, Job, Strike, aims
 from everystep.errors import EverystepError, UsageError
 
-STEPS, QUICK_STEPS = 60, 24
+STEPS, QUICK_STEPS = 48, 24
 KILLS, QUICK_KILLS = 4, 2
 STEPS_PER_KILL = 5  # room for every kill to strike in steps of its own
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from msgspec import Struct
 
-from everystep.cli.output import Block, Cell, Column, Line, Output, Table, counted, plain
+from everystep.cli.output import Block, Column, Line, Output, Table, counted, plain
 from everystep.cli.output import spoken_value as spoken
 from everystep.cli.target import AsJson, RunPath, complete_step, path_text
 from everystep.errors import UsageError
@@ -147,23 +147,17 @@ def blocks(report: DiffReport) -> Iterator[Block]:
 
 
 def _tensors(tensors: list[TensorDifference]) -> Table:
-    columns = [Column("tensor"), Column("rank", True), Column("dtype"), Column("shape")]
-    columns += [Column(title, True) for title in ("differing", "of", "max |a-b|", "NaN a", "NaN b")]
-    columns += [Column("first at", True), Column("bits a"), Column("bits b")]
-    rows: list[list[str | Cell]] = [
+    columns = [Column("tensor"), Column("rank", True), Column("form"), Column("differing", True)]
+    columns += [Column("max |a-b|", True), Column("NaN", True), Column("first: bits a, bits b")]
+    rows = [
         [
             t.key,
             _rank(t.rank),
-            t.dtype,
-            spoken(t.shape),
-            f"{t.differing:,}",
-            f"{t.elements:,}",
+            f"{t.dtype} {spoken(t.shape)}",
+            f"{t.differing:,} of {t.elements:,}",
             "" if t.max_abs is None else spoken(t.max_abs),
-            str(t.nan_a) if t.nan_a else "",
-            str(t.nan_b) if t.nan_b else "",
-            f"{t.first:,}",
-            t.first_a,
-            t.first_b,
+            f"{t.nan_a:,}, {t.nan_b:,}" if t.nan_a or t.nan_b else "",
+            f"{t.first:,}: {t.first_a}, {t.first_b}",
         ]
         for t in tensors
     ]

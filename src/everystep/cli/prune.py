@@ -15,6 +15,7 @@ from everystep.cli.output import Block, Column, Line, Output, Table, counted, si
 from everystep.cli.target import AsJson, RunPath, path_text
 from everystep.errors import CannotRestore, NothingToRestore, StoreError, UsageError
 from everystep.store import format as fmt
+from everystep.store.local import LocalBackend
 from everystep.store.pruning import PrunePlan, carry_out, plan_prune
 from everystep.store.retention import Retention, metric_of
 from everystep.store.run import Listing, Run, StepEntry
@@ -63,7 +64,7 @@ def prune(
         bool, typer.Option("--max", help="With --keep-best: the greatest value.")
     ] = False,
     timeline: Annotated[
-        str | None, typer.Option(help="Touch this timeline only.", metavar="NAME")
+        str | None, typer.Option(help="Touch steps of this timeline only.", metavar="NAME")
     ] = None,
     damaged: Annotated[
         bool, typer.Option("--damaged", help="Remove steps that were set aside, too.")
@@ -104,7 +105,7 @@ def prune(
             total = sum(entry.nbytes for entry in plan.prove)
             with output.progress("proving what stays", total) as progress:
                 prove(opened, plan, progress)
-            carry_out(opened, plan.removals)
+            carry_out(opened, plan, LocalBackend(run).sweep)
             report = record(plan, path_text(run), done=True)
     output.show(report, blocks(report) if not (asks and report.done) else [_summary(report)])
 

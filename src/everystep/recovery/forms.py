@@ -12,12 +12,7 @@ from everystep.state.tree import Decoder
 
 def models_form(state: LoadedState) -> Any:
     """What `load_state_dict` takes: of the one model, or by the models' names."""
-    states = {name: dict(tensors) for name, tensors in state.models.items()}
-    decoder = Decoder(state.tensors)
-    for name, facts in state.tree["models"].items():
-        for fqn, value in facts["extra_state"].items():
-            states[name].setdefault(fqn, decoder.decode(value))
-    return _one_or_all(states)
+    return _one_or_all(state.models)
 
 
 def indexed_form(state: LoadedState) -> dict[str, Any]:

@@ -42,10 +42,10 @@ class LoadedState:
         return self.ref.step
 
     @property
-    def models(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Parameters and buffers by model and FQN, tied ones under all their names, as
-        `load_state_dict` of an unwrapped model takes them."""
-        states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.tree["models"]}
+    def models(self) -> dict[str, dict[str, Any]]:
+        """Parameters, buffers and extra state by model and FQN, tied ones under all their names,
+        as `load_state_dict` of an unwrapped model takes them."""
+        states: dict[str, dict[str, Any]] = {name: {} for name in self.tree["models"]}
         for key, tensor in self.tensors.items():
             parts = split_key(key)
             if parts[0] == "models" and len(parts) == 3:
@@ -53,6 +53,8 @@ class LoadedState:
         for name, facts in self.tree["models"].items():
             for alias, fqn in facts["aliases"].items():
                 states[name][alias] = states[name][fqn]
+            for fqn, value in facts["extra_state"].items():
+                states[name][fqn] = Decoder(self.tensors).decode(value)
         return states
 
     def optimizer(self, name: str = "optimizer") -> dict[str, Any]:

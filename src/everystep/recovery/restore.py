@@ -19,9 +19,11 @@ from everystep.errors import (
 from everystep.recovery.agree import as_json, from_json, on_first_rank
 from everystep.recovery.plan import Plan
 from everystep.state import capture, raw
+from everystep.state.buckets import cold_wrappers
 from everystep.state.capture import Objects
 from everystep.state.form import check_form
 from everystep.state.ranks import Ranks
+from everystep.state.tree import Decoder
 from everystep.store.format import RankRecord
 from everystep.store.reading import StepReader, locate
 from everystep.store.run import Listing, Run, StepEntry
@@ -125,9 +127,31 @@ def _try(
         misfit.raise_if(strict=strict)
 
     try:
-        return read_part(run, entry, ranks.rank, fits), None
+        proved = read_part(run, entry, ranks.rank, fits)
+        _prove_values(proved)
+        return proved, None
     except EverystepError as error:
         return None, error
+
+
+def _prove_values(proved: Proved) -> None:
+    """Decode all that is not a tensor once, before anything live is changed.
+
+    Raises:
+        Damaged: a value is not what an encoder writes.
+    """
+    tree, decoder = proved.record.tree, Decoder(proved.tensors)
+    values = [*tree["extras"].values(), tree["rng"]]
+    for loader in tree["loaders"].values():
+        values.append(loader["generators"])
+    for model in tree["models"].values():
+        values += model["extra_state"].values()
+    for optimizer in tree["optimizers"].values():
+        values += [optimizer["others"], optimizer["more"]]
+        values += [group["options"] for group in optimizer["groups"]]
+        values += [slot for _, slot in optimizer["slots"]]
+    for value in values:
+        decoder.decode(value)
 
 
 def _check_world(record: RankRecord, ranks: Ranks) -> None:
@@ -170,11 +194,19 @@ def _apply(objects: Objects, proved: Proved | None, ranks: Ranks, strict: bool) 
                     _log.warning("restored without %s (%s)", name, kind)
         for line in capture.quiet_differences(objects, record.tree, specs, ranks.world_size):
             _log.warning("%s: training may go another way than before", line)
+        for name in cold_wrappers(objects.models.values()):
+            _log.warning(
+                "%s: DDP over more than two ranks arranges its buckets after its first backward, so "
+                "the next step may differ in the last bit; run one forward and backward before "
+                "restore() (docs/exactness.md)", name,
+            )  # fmt: skip
         try:
             capture.apply(objects, record.tree, specs, proved.tensors, ranks.world_size)
         except EverystepError as failure:
             error = failure
-    _agree(ranks, error)
+    reasons = _agree(ranks, error)
+    if any(reasons):  # too late for another step: something live has been changed
+        raise error or from_json(*next((r, told) for r, told in enumerate(reasons) if told))
 
 
 def _set_aside(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -12,31 +12,8 @@ from everystep.state.form import check_form
 from everystep.store.format import RankRecord, StoredTensor
 from everystep.store.reading import Located, StepReader, locate
 from everystep.store.run import Run, StepEntry
+from everystep.store.wellformed import Region, tiles
 from everystep.types import TensorSpec, spoken
-
-Region = tuple[tuple[int, int], ...]
-"""(offset, length) in each dimension."""
-
-
-def _tiles(regions: Collection[Region], shape: tuple[int, ...]) -> bool:
-    """Whether distinct regions are the cells of a grid over the whole shape: no hole, no overlap.
-
-    Sharding makes grids only, and for a grid it is enough to look at each dimension by itself.
-    """
-    if 0 in shape:
-        return True
-    cells = 1
-    for dim, length in enumerate(shape):
-        intervals = sorted({region[dim] for region in regions})
-        end = 0
-        for offset, extent in intervals:
-            if offset != end:
-                return False
-            end += extent
-        if end != length:
-            return False
-        cells *= len(intervals)
-    return len(regions) == cells
 
 
 class Whole:
@@ -73,7 +50,7 @@ class Whole:
         Raises:
             Damaged: parts are missing.
         """
-        if not _tiles(self._filled, tuple(self._tensor.shape)):
+        if not tiles(self._filled, tuple(self._tensor.shape)):
             raise Damaged(f"{spoken(self._key)}: the ranks' shards do not make the whole tensor")
         return self._tensor
 

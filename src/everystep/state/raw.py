@@ -69,6 +69,8 @@ def _last_byte(tensor: torch.Tensor) -> int:
     """How long the storage must be for the tensor to lie in it."""
     if tensor.numel() == 0:
         return 0
+    if tensor.is_contiguous():
+        return (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset() + reach + 1) * tensor.element_size()
 

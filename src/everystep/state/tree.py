@@ -318,6 +318,8 @@ class Decoder:
         tensor = self._tensors[key]
         if tag == "$tensor":
             return tensor
+        if tag != "$frozen" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise Damaged(f"state holds a malformed {tag}: {key} has no gradient")
         if (tag, key) not in self._made:
             made = tensor.detach() if tag == "$leaf" else torch.nn.Parameter(tensor, False)
             self._made[tag, key] = made.requires_grad_(tag != "$frozen")

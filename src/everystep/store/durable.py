@@ -86,16 +86,29 @@ class SystemCalls:
         os.rmdir(path)
 
 
-def make_directories(root: Path, path: Path, calls: SystemCalls) -> None:
-    """Make `path` and what is missing above it, durably, below an existing `root`."""
-    missing = []
-    while path != root and not path.is_dir():
-        missing.append(path)
-        path = path.parent
-    for directory in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # another rank was first
+_ANCHORED = 100
+
+
+def make_directories(root: Path, path: Path, anchored: set[Path], calls: SystemCalls) -> None:
+    """Make `path` and what is missing above it, durably, below an existing `root`.
+
+    A directory that is there may have been made by a process that died before its name was
+    durable, so the name is made durable all the same, once.
+
+    Args:
+        anchored: directories whose names this process has made durable; kept up to date, and
+            short. Whoever removes a directory takes it out.
+    """
+    above = [path, *path.parents]
+    for directory in reversed(above[: above.index(root)]):
+        if directory in anchored and directory.is_dir():
+            continue
+        with contextlib.suppress(FileExistsError):
             calls.make_directory(directory)
         calls.sync_directory(directory.parent)
+        if len(anchored) >= _ANCHORED:
+            anchored.clear()
+        anchored.add(directory)
 
 
 def write_new(
@@ -218,7 +231,10 @@ class _DirectWriter:
         for i in range(_BUFFERS):
             self._free.put(self._view[i * _BUFFER_BYTES : (i + 1) * _BUFFER_BYTES])
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise OSError(errno.EAGAIN, "no thread can be started") from error
 
     def __enter__(self) -> _DirectWriter:
         return self
@@ -250,12 +266,15 @@ class _DirectWriter:
     def _run(self) -> None:
         while (job := self._full.get()) is not None:
             buffer, nbytes, offset = job
+            failure: OSError | None = OSError(errno.EIO, "the writing thread has failed")
             try:
                 if self._error is None:
                     _write_direct_all(self._fd, buffer[:nbytes], offset, self._calls)
+                failure = None
             except OSError as error:
-                self._error = error
-            finally:
+                failure = error
+            finally:  # after whatever else was raised, too: bytes that are missing are an error
+                self._error = self._error or failure
                 self._free.put(buffer)
 
 

@@ -285,6 +285,14 @@ def parse_timeline_file(name: str) -> str | None:
     return timeline if is_timeline(timeline) else None
 
 
+def timeline_from_name(name: str) -> TimelineRecord:
+    """What a timeline's name says of it, where its record is lost: `main@900` left `main` there."""
+    parent, at, step = name.rpartition("@")
+    digits = step.split(".")[0]
+    forked = bool(at) and digits.isascii() and digits.isdigit() and is_timeline(parent)
+    return TimelineRecord(name=name, parent=StepRef(parent, int(digits)) if forked else None)
+
+
 def parse_session_file(name: str) -> int | None:
     """The session whose record has this path; None if it is no such path."""
     match = _SESSION_FILE.fullmatch(name)

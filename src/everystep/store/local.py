@@ -57,7 +57,27 @@ class LocalBackend:
     def __init__(self, root: Path, calls: durable.SystemCalls | None = None) -> None:
         self._root = Path(os.path.abspath(root))
         self._calls = calls or durable.SystemCalls()
+        self._anchored: set[Path] = set()
         self._tag = f"{os.getpid():x}-{secrets.token_hex(4)}"
+
+    @classmethod
+    def made(cls, root: Path) -> LocalBackend:
+        """The backend of a directory, which is made, durably, where it is not there yet.
+
+        Raises:
+            StoreFailed: it cannot be made, or is a file.
+        """
+        backend = cls(root)
+        there = backend._root
+        while not there.is_dir() and there != there.parent:
+            there = there.parent
+        with translated(root):
+            durable.make_directories(there, backend._root, set(), backend._calls)
+            if not backend._root.is_dir():
+                raise FileExistsError(errno.EEXIST, "is not a directory", str(root))
+            with contextlib.suppress(PermissionError):  # who may not read it has not made it either
+                backend._calls.sync_directory(backend._root.parent)
+        return backend
 
     @property
     def abilities(self) -> Abilities:
@@ -83,7 +103,7 @@ class LocalBackend:
             for file in files:
                 path = self._path(file.name)
                 with translated(path):
-                    durable.make_directories(self._root, path.parent, self._calls)
+                    durable.make_directories(self._root, path.parent, self._anchored, self._calls)
                     temporary = durable.write_new(
                         path, file.nbytes, file.parts, self._tag, self._calls
                     )
@@ -158,6 +178,7 @@ class LocalBackend:
 
     def _remove_empty(self, directory: Path) -> None:
         while directory != self._root:
+            self._anchored.discard(directory)
             try:
                 self._calls.remove_directory(directory)
             except OSError:  # not empty, or in use: the files are gone, which is what counts
@@ -168,9 +189,9 @@ class LocalBackend:
         """See `Backend.move`."""
         source, target = self._path(name), self._path(to)
         with translated(source):
-            durable.make_directories(self._root, target.parent, self._calls)
+            durable.make_directories(self._root, target.parent, self._anchored, self._calls)
             self._calls.rename(source, target)
-            for directory in {source.parent, target.parent}:
+            for directory in (target.parent, source.parent):  # a crash leaves both names, not none
                 self._calls.sync_directory(directory)
 
     def sweep(self) -> None:
@@ -188,7 +209,7 @@ class LocalBackend:
         path = self._path(name)
         with _held_here(path, slot):
             with translated(path):
-                durable.make_directories(self._root, path.parent, self._calls)
+                durable.make_directories(self._root, path.parent, self._anchored, self._calls)
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
                 fd = os.open(path, flags, 0o666)
             try:

@@ -6,7 +6,7 @@ comes first, so that a step ceases to exist before its data does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from msgspec import Struct
@@ -93,10 +93,14 @@ def plan_prune(
     for ref, stem in listing.loose:
         if ref.timeline in names:
             collect.stem(ref, stem)
-    roots = ("",) if timeline is None else (f"steps/{timeline}/", f"{SET_ASIDE}/{timeline}/")
-    collect.leftovers(sorted(name for name in files if name.startswith(roots)), set_aside)
-    complete = listing.complete()
-    kept = [e for e in complete.values() if e.ref.timeline in names and e not in gone]
+    if timeline is None:
+        for file in sorted(filter(is_temporary, files)):
+            collect.files("temporary", None, None, [file])
+    if set_aside:
+        collect.set_aside(SET_ASIDE + ("/" if timeline is None else f"/{timeline}/"))
+    removed = set(gone)
+    complete = listing.complete().values()
+    kept = [entry for entry in complete if entry.ref.timeline in names and entry not in removed]
     losing = {entry.ref.timeline for entry in gone if entry.complete or entry.diverged}
     newest = _newest(listing)
     return PrunePlan(
@@ -136,16 +140,13 @@ class _Collector:
         paths = _record_first(f"{directory}/{file}" for file in names)
         self.files("unrecorded", ref, int(stem[1:].split("-")[0]), paths)
 
-    def leftovers(self, names: Sequence[str], set_aside: bool) -> None:
-        """Temporary files among these, and with `set_aside` what failed its proof."""
-        for name in names:
-            if is_temporary(name):
-                self.files("temporary", None, None, [name])
-        aside = [n for n in names if n.startswith(f"{SET_ASIDE}/")] if set_aside else []
-        for directory in dict.fromkeys(name.rpartition("/")[0] for name in aside):
-            place = fmt.parse_step_path("steps" + directory.removeprefix(SET_ASIDE) + "/x")
-            paths = _record_first(name for name in aside if name.rpartition("/")[0] == directory)
-            self.files("damaged", place[0] if place else None, None, paths)
+    def set_aside(self, root: str) -> None:
+        """Steps below `root` that failed their proof."""
+        for directory, files in sorted(self._inside.items()):
+            if f"{directory}/".startswith(root):
+                place = fmt.parse_step_path("steps" + directory.removeprefix(SET_ASIDE) + "/x")
+                paths = _record_first(f"{directory}/{file}" for file in files)
+                self.files("damaged", place[0] if place else None, None, paths)
 
     def files(
         self, kind: Kind, step: StepRef | None, session: int | None, names: Iterable[str]
@@ -165,18 +166,17 @@ def _record_first(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (not name.endswith(".json"), name))
 
 
-def carry_out(
-    run: Run, removals: Sequence[Removal], done: Callable[[Removal], None] = lambda removal: None
-) -> None:
+def carry_out(run: Run, plan: PrunePlan, sweep: Callable[[], None]) -> None:
     """Remove the files of a plan, for the owner of the run. What has gone already is no error.
 
     Args:
-        done: called after each removal.
+        sweep: removes temporary files, which a backend does not show under a name of its own.
 
     Raises:
         StoreFailed: a file could not be removed; those before it are gone.
     """
-    for removal in removals:
-        for name in removal.names:
+    if any(removal.kind == "temporary" for removal in plan.removals):
+        sweep()  # first: with a step's last file its directory goes too
+    for removal in plan.removals:
+        for name in removal.names if removal.kind != "temporary" else ():
             run.backend.delete(name)
-        done(removal)

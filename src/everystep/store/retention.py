@@ -17,8 +17,9 @@ from everystep.types import StepRef
 
 class Retention(Struct, frozen=True, kw_only=True):
     """Which full checkpoints to keep. A step is kept if any rule keeps it; the newest complete
-    step, the step that the run was resumed from and the steps that timelines fork from are kept
-    always. `Retention(keep_last=None)` without another rule keeps everything.
+    step (with several ranks: the newest two), the step that the run was resumed from and the steps
+    that timelines fork from are kept always. `Retention(keep_last=None)` without another rule keeps
+    everything.
 
     Raises:
         UsageError: a number below 1, or an unknown `best`.
@@ -76,7 +77,10 @@ def plan_retention(
         return []
     steps = sorted(complete, key=lambda ref: ref.step)
     newest = steps[-1]
-    kept = {newest, *pinned}
+    # another rank's record may be seen before it is durable; that the rank has stored a later step
+    # shows that the one before is
+    settled = steps[-2:] if complete[newest].world_size > 1 else steps[-1:]
+    kept = {*settled, *pinned}
     if policy.keep_last is not None:
         kept.update(steps[-policy.keep_last :])
     if policy.keep_every is not None:
@@ -90,6 +94,11 @@ def plan_retention(
         and not (entry.ref in kept and complete.get(entry.ref) is entry)
         and not (entry.ref == newest and entry.session >= complete[newest].session)
     ]
+
+
+_LOOKED_AT = 16
+"""How many of the oldest and of the newest steps that are not complete are looked at again after
+each step: a rank that never comes must not make every step slower than the one before."""
 
 
 def _best(
@@ -129,7 +138,8 @@ class Upkeep:
                 next call tries again.
         """
         self._open[ref] = session
-        for open_ref in sorted(self._open):
+        opened = sorted(self._open)
+        for open_ref in opened[:_LOOKED_AT] + opened[_LOOKED_AT:][-_LOOKED_AT:]:
             for found in self._run.entries(open_ref):
                 if found.session == self._open[open_ref]:
                     self._known[open_ref, found.session] = found

@@ -16,7 +16,7 @@ from msgspec import Struct
 from everystep.errors import Damaged, Missing, NotARun, NothingToRestore, StoreFailed
 from everystep.store import durable
 from everystep.store import format as fmt
-from everystep.store.backend import Backend, Entry, NewFile
+from everystep.store.backend import Backend, Entry
 from everystep.store.format import (
     PartName,
     RankRecord,
@@ -25,6 +25,7 @@ from everystep.store.format import (
     TimelineRecord,
 )
 from everystep.store.local import LocalBackend, exists
+from everystep.store.records import identity_from_sessions, read_record, write_record
 from everystep.store.wellformed import complaints
 from everystep.types import MAIN, StepRef, is_timeline
 
@@ -32,8 +33,6 @@ _log = logging.getLogger("everystep")
 
 SET_ASIDE = "damaged"
 """Where files of a step that failed its proof are moved, below the run."""
-
-_LARGE_BYTES = 1 << 20
 
 _Record = TypeVar("_Record", RunRecord, TimelineRecord, SessionRecord, RankRecord)
 
@@ -148,7 +147,7 @@ class Run:
         try:
             return Run(backend, read_record(backend, fmt.RUN_FILE, RunRecord))
         except (Missing, Damaged) as error:
-            record = _identity_from_sessions(backend)
+            record = identity_from_sessions(backend)
             if record is not None:
                 return Run(backend, record)
             if isinstance(error, Damaged):
@@ -168,7 +167,7 @@ class Run:
         try:
             return Run(backend, read_record(backend, fmt.RUN_FILE, RunRecord))
         except (Missing, Damaged) as error:
-            record = _identity_from_sessions(backend)
+            record = identity_from_sessions(backend)
             if record is None and isinstance(error, Damaged):
                 raise
         if record is None:
@@ -202,7 +201,7 @@ class Run:
                 damages.append(damage)
         for used in {ref.timeline for ref in files} | {session.timeline for session in sessions}:
             if used not in timelines:  # its record is lost; its name says the same
-                timelines[used] = _timeline_from_name(used)
+                timelines[used] = fmt.timeline_from_name(used)
         found = [_entries(ref, entries) for ref, entries in files.items()]
         return Listing(
             steps=tuple(sorted((e for f in found for e in f[0]), key=lambda e: (e.ref, e.session))),
@@ -366,19 +365,6 @@ def _entries(ref: StepRef, files: list[Entry]) -> tuple[list[StepEntry], list[tu
     return entries, [(ref, stem) for stem in sorted(stems - with_record)]
 
 
-def _identity_from_sessions(backend: Backend) -> RunRecord | None:
-    """The identity of a run whose `run.json` is lost: every session's record repeats it."""
-    names = [e.name for e in backend.list("sessions") if fmt.parse_session_file(e.name) is not None]
-    for name in sorted(names, key=lambda name: fmt.parse_session_file(name) or 0, reverse=True):
-        try:
-            session = read_record(backend, name, SessionRecord)
-        except (Damaged, Missing):
-            continue
-        _log.warning("%s is lost or damaged; identity taken from %s", fmt.RUN_FILE, name)
-        return RunRecord(run=session.run, created=session.created)
-    return None
-
-
 def _require_empty(backend: Backend) -> None:
     ours = (fmt.LOCK_FILE, fmt.timeline_file(MAIN))  # a start that was cut off leaves these
     strangers = [e.name for e in backend.list("") if e.name not in ours]
@@ -389,13 +375,6 @@ def _require_empty(backend: Backend) -> None:
             path=backend.abilities.location,
             hint="choose another directory, or restore the missing file from a copy",
         )
-
-
-def _timeline_from_name(name: str) -> TimelineRecord:
-    parent, at, step = name.rpartition("@")
-    digits = step.split(".")[0]
-    forked = bool(at) and digits.isascii() and digits.isdigit() and is_timeline(parent)
-    return TimelineRecord(name=name, parent=StepRef(parent, int(digits)) if forked else None)
 
 
 def is_set_aside(name: str) -> bool:
@@ -410,31 +389,6 @@ def fork_name(listing: Listing, ref: StepRef) -> str:
         base = "t"  # a fork of forks whose name has become too long; its record says from where
     names = [base] + [f"{base}.{n}" for n in range(2, len(listing.timelines) + 3)]
     return next(name for name in names if name not in listing.timelines)
-
-
-def read_record(backend: Backend, name: str, kind: type[_Record]) -> _Record:
-    """Read a framed JSON file.
-
-    Raises:
-        Missing: it is not there.
-        Damaged: it is not what was written.
-    """
-    length = backend.size(name)
-    if length > fmt.MAX_RECORD_BYTES:
-        raise Damaged("length", path=name, expected=f"<= {fmt.MAX_RECORD_BYTES:,}", found=length)
-    if length > _LARGE_BYTES:  # before so much memory is taken
-        start = bytearray(fmt.FRAME_BYTES)
-        backend.read(name, memoryview(start), 0)
-        fmt.check_frame_start(start, name)
-    data = bytearray(length)
-    backend.read(name, memoryview(data), 0)
-    return fmt.decode_record(data, kind, name)
-
-
-def write_record(backend: Backend, name: str, record: Struct) -> None:
-    """Make a framed JSON file durable."""
-    data = fmt.encode_record(record)
-    backend.put([NewFile(name, len(data), [data])])
 
 
 def now() -> str:

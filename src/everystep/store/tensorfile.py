@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -21,6 +21,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 _ALIGNMENT = 64
 _LENGTH_BYTES = 8
+_MAX_LENGTH = (1 << 63) - 1
 _MAX_DIMENSIONS = 64
 """torch's own limit."""
 
@@ -65,7 +66,7 @@ class Slot(NamedTuple):
 
 class _Described(msgspec.Struct, forbid_unknown_fields=True):
     dtype: str
-    shape: list[int]
+    shape: list[Annotated[int, msgspec.Meta(ge=0, le=_MAX_LENGTH)]]
     data_offsets: tuple[int, int]
 
 
@@ -135,7 +136,9 @@ def decode_header(header: bytes, file_bytes: int, path: object) -> list[Slot]:
             holes, or data beyond the end of the file.
     """
     try:
-        entries = json.loads(header[_LENGTH_BYTES:], object_pairs_hook=_without_repeats)
+        entries = json.loads(
+            header[_LENGTH_BYTES:].decode("utf-8"), object_pairs_hook=_without_repeats
+        )
         entries.pop("__metadata__", None)
         described = msgspec.convert(entries, dict[str, _Described])
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -165,7 +168,7 @@ def _check_slot(slot: Slot, end: int, path: object) -> None:
     size = _CODE_BYTES.get(slot.code)
     if size is None:
         raise Damaged(f"{slot.name!r}: unknown dtype {slot.code!r}", path=path)
-    if any(length < 0 for length in slot.shape) or slot.start != end or slot.stop < slot.start:
+    if slot.start != end or slot.stop < slot.start:
         raise Damaged(
             f"{slot.name!r}: hole, overlap or negative length", path=path, expected=end,
             found=slot.start,

@@ -12,8 +12,10 @@ from everystep.errors import Damaged, EverystepError, StoreError
 from everystep.store import format as fmt
 from everystep.store.format import RankRecord, RunRecord
 from everystep.store.reading import StepReader, locate
-from everystep.store.run import Listing, Run, StepEntry, is_set_aside, read_record
-from everystep.types import StepRef
+from everystep.store.records import read_record
+from everystep.store.run import Listing, Run, StepEntry, is_set_aside
+from everystep.store.wellformed import torn_shards
+from everystep.types import StepRef, spoken
 
 
 class Finding(Struct, frozen=True, kw_only=True):
@@ -123,6 +125,9 @@ def _verify_whole(
     in several pieces are read once more, in order."""
     reader = StepReader(run.backend, entry, records)
     known: set[tuple[str, str]] = set()
+    for key in torn_shards(records.values()):
+        what = f"{spoken(key)}: the ranks' shards do not make the whole tensor"
+        yield _finding(run, Damaged(what), entry.ref)
     for rank in records:
         try:
             for place in locate(records, rank):

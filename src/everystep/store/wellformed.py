@@ -7,14 +7,15 @@ everything that reads a record further on may rely on.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from everystep.store import format as fmt
 from everystep.store.format import RankRecord, StoredPiece
 from everystep.types import Shard, TensorSpec
 
 MAX_DIMENSIONS = 64
-"""torch's own limit."""
+MAX_LENGTH = (1 << 63) - 1
+"""torch's own limits."""
 
 _PLACEMENT = re.compile(r"R|S\(([0-9]{1,2})\)")
 
@@ -68,14 +69,58 @@ def _wrong_in_piece(
 def _wrong_in_spec(spec: TensorSpec) -> str | None:
     if not spec.key.startswith("/"):
         return "the key is no JSON pointer"
-    if len(spec.shape) > MAX_DIMENSIONS or any(length < 0 for length in spec.shape):
-        return f"shape {spec.shape}"
+    lengths = spec.shape + (spec.shard.global_shape if spec.shard else ())
+    if len(spec.shape) > MAX_DIMENSIONS or not all(0 <= n <= MAX_LENGTH for n in lengths):
+        return f"shape {spec.shape[:9]}"
     stride = spec.stride
     if stride is not None and (len(stride) != len(spec.shape) or any(s < 0 for s in stride)):
-        return f"stride {stride}"
+        return f"stride {stride[:9]}"
     if spec.shard is not None and not _lies_inside(spec.shape, spec.shard):
-        return f"shard {spec.shard} of shape {spec.shape}"
+        return "its shard does not lie in the whole tensor"
     return None
+
+
+Region = tuple[tuple[int, int], ...]
+"""(offset, length) in each dimension."""
+
+
+def tiles(regions: Collection[Region], shape: tuple[int, ...]) -> bool:
+    """Whether distinct regions are the cells of a grid over the whole shape: no hole, no overlap.
+
+    Sharding makes grids only, and for a grid it is enough to look at each dimension by itself.
+    """
+    if 0 in shape:
+        return True
+    cells = 1
+    for dim, length in enumerate(shape):
+        intervals = sorted({region[dim] for region in regions})
+        end = 0
+        for offset, extent in intervals:
+            if offset != end:
+                return False
+            end += extent
+        if end != length:
+            return False
+        cells *= len(intervals)
+    return len(set(regions)) == cells
+
+
+def torn_shards(records: Iterable[RankRecord]) -> list[str]:
+    """Keys of tensors whose shards do not make the whole, over the records of all ranks. Pure."""
+    shards: dict[str, set[Region]] = {}
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    for record in records:
+        for spec in (tensor.spec for tensor in record.tensors):
+            if spec.shard is not None:
+                shapes.setdefault(spec.key, set()).add(spec.shard.global_shape)
+                if spec.elements:
+                    region = tuple(zip(spec.shard.offsets, spec.shape, strict=True))
+                    shards.setdefault(spec.key, set()).add(region)
+    return [
+        key
+        for key, known in shapes.items()
+        if len(known) > 1 or not tiles(shards.get(key, ()), next(iter(known)))
+    ]
 
 
 def _lies_inside(shape: tuple[int, ...], shard: Shard) -> bool:

@@ -1,0 +1,161 @@
+"""A process that has imported torch, from which trainers are forked in milliseconds.
+
+It has one thread when it forks, and so have the trainers when they begin. It alone reaps them: a
+process identity is not reused before its status has been asked for, so that a test kills the process
+that it means.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+from waiting import until
+
+_START_S = 120.0
+_END_S = 60.0
+
+
+class Child:
+    """A forked trainer."""
+
+    def __init__(self, zygote: Zygote, pid: int, log: Path) -> None:
+        self._zygote, self.pid, self.log = zygote, pid, log
+        self._status: int | None = None
+
+    def status(self) -> int | None:
+        """Its exit status, negative for a signal; None while it lives."""
+        if self._status is None:
+            self._status = self._zygote.ask({"poll": self.pid})["status"]
+        return self._status
+
+    def kill(self, number: int = signal.SIGKILL) -> bool:
+        """Send a signal; whether it was there to get it."""
+        if self.status() is not None:
+            return False
+        os.kill(self.pid, number)
+        return True
+
+    def wait(self, deadline_s: float = _END_S) -> int:
+        """Wait for its end; returns its status."""
+        try:
+            until(lambda: self.status() is not None, deadline_s, f"{self.pid} to end: {self.said()}")
+        except TimeoutError:
+            self.kill()
+            raise
+        status = self.status()
+        assert status is not None
+        return status
+
+    def said(self) -> str:
+        """What it has printed and logged."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+
+class Zygote:
+    """The test's end of the process. A context manager."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        )
+        assert self.ask({"threads": True}) == {"threads": 1}
+
+    def ask(self, request: dict[str, object]) -> dict[str, int | None]:
+        """One question, one answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, int | None] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def start(self, function: str, log: Path, **arguments: object) -> Child:
+        """Fork, and call `crash.trainer.FUNCTION(**arguments)`; what it prints goes to `log`."""
+        request = {"start": function, "log": str(log), "arguments": arguments}
+        pid = self.ask(request)["pid"]
+        assert pid is not None
+        return Child(self, pid, log)
+
+    def run(self, function: str, log: Path, **arguments: object) -> str:
+        """Start, wait for a good end, and return what it printed."""
+        child = self.start(function, log, **arguments)
+        status = child.wait()
+        assert status == 0, f"{status}: {child.said()}"
+        return child.said()
+
+    def __enter__(self) -> Zygote:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(_START_S)
+        self._process.stdout.close()
+
+
+def _serve() -> None:
+    import torch
+    import torch.distributed
+    import torch.nn.parallel
+
+    import crash.trainer  # noqa: F401
+    import everystep
+
+    everystep.Checkpointer  # noqa: B018 - loaded before the fork
+    torch.set_num_threads(1)
+    children: set[int] = set()
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "start" in request:
+            pid = os.fork()
+            if pid == 0:
+                _become(request)
+            children.add(pid)
+            answer = {"pid": pid}
+        elif "poll" in request:
+            pid, status = os.waitpid(request["poll"], os.WNOHANG)
+            children.discard(pid)
+            answer = {"status": os.waitstatus_to_exitcode(status) if pid else None}
+        else:
+            answer = {"threads": len(os.listdir("/proc/self/task"))}
+        print(json.dumps(answer), flush=True)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _become(request: dict[str, object]) -> None:
+    """In the child: the function, and then the end, whatever happens."""
+    status = 1
+    try:
+        log = os.open(str(request["log"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        os.close(0)
+        os.open(os.devnull, os.O_RDONLY)
+        from crash import trainer
+
+        getattr(trainer, str(request["start"]))(**request["arguments"])  # type: ignore[arg-type]
+        status = 0
+    except BaseException:  # noqa: BLE001 - told to the test by the log and the status
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    _serve()

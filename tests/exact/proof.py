@@ -1,0 +1,54 @@
+"""What a case must show, in one process: stored, lost, restored, and trained on, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from exact.matrix import STORED, TRAINED, Case, depends_on_neighbours, inexact, refused
+from exact.scenes import Scene, build
+from states import assert_same_state
+
+
+def prove(case: Case, run: Path) -> None:
+    """Prove that a restored run goes on as one that was never interrupted, or, where torch itself
+    does not, that it does not, and that the restored state is exact all the same.
+
+    The uninterrupted run has no checkpointer: to store must change nothing.
+    """
+    reference = build(*case, seed=1).steps(0, STORED)
+    at_stored = reference.state()
+    at_end = reference.steps(STORED, TRAINED).state()
+
+    first = build(*case, seed=1)
+    with first.checkpointer(run) as ck:
+        assert ck.restore() == 0
+        for t in range(STORED):
+            first.step(t)
+            ck.step()
+    stored = first.state()
+
+    second = build(*case, seed=2)
+    assert_other(second, stored)
+    with second.checkpointer(run) as ck:
+        assert ck.restore() == STORED
+    assert_same_state(stored, second.state())
+    second.steps(STORED, TRAINED)
+    if inexact(case):
+        assert depends_on_neighbours(first), "torch has become exact here: see docs/exactness.md"
+    else:
+        assert_same_state(at_stored, stored)
+        assert_same_state(at_end, second.state())
+
+
+def assert_other(scene: Scene, stored: object) -> None:
+    """Nothing is proved by restoring what was there."""
+    with pytest.raises(AssertionError):
+        assert_same_state(stored, scene.state())
+
+
+def prove_refused(case: Case) -> None:
+    """Prove that a combination cannot be trained, and that this is not the library's doing."""
+    with pytest.raises(Exception, match=refused(case)):
+        build(*case, seed=1).steps(0, 1)

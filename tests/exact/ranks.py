@@ -1,0 +1,155 @@
+"""One rank of a distributed job of the matrix: a program, which reports in JSON.
+
+`train` trains every case twice, without and with a checkpointer, and leaves runs and digests
+behind; `resume`, in new processes, restores each run and trains on. The test compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from exact.matrix import STORED, TRAINED, Case, cases, depends_on_neighbours, inexact, refused
+from exact.scenes import Scene, build, seed_all
+from states import Frozen, FrozenTensor
+
+Digests = dict[str, str]
+"""What is at each place of a state: its type and shape, and a hash of its bits."""
+
+
+def digests(state: Any, at: str = "") -> Digests:
+    """A state for comparison by another process."""
+    if isinstance(state, Frozen):
+        return digests(state.value, at)
+    if isinstance(state, FrozenTensor):
+        bits = hashlib.sha256(state.items.tobytes()).hexdigest()[:16]
+        return {at: f"{state.dtype} {state.shape} {state.stride} {bits}"}
+    found = {at: type(state).__name__}
+    if isinstance(state, tuple):
+        for index, item in enumerate(state):
+            found |= digests(item, f"{at}.{index}")
+    elif isinstance(state, dict):
+        found[at] = f"entries {list(state)}"
+        for (_, key), item in state.items():
+            found |= digests(item, f"{at}.{key}")
+    elif isinstance(state, (str, bytes, int, float, type(None))):
+        found[at] = repr(state)
+    else:
+        raise TypeError(f"{at}: {state!r} may be told in another way by another process")
+    return found
+
+
+def difference(one: Digests, other: Digests) -> str | None:
+    """The first place where two states differ; None where there is none."""
+    for place in [*one, *other]:
+        if one.get(place) != other.get(place):
+            return f"{place}: {one.get(place)} / {other.get(place)}"
+    return None
+
+
+def wrapped(net: nn.Module, fmt: str, model: str) -> nn.Module:
+    """The model under DDP with many small buckets, or under FSDP2 with a group per layer."""
+    if model.startswith("ddp"):
+        return nn.parallel.DistributedDataParallel(net, bucket_cap_mb=1e-4)
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = low if fmt == "mixed" else MixedPrecisionPolicy()
+    fully_shard(net.get_submodule("first"), mp_policy=policy)
+    fully_shard(net, mp_policy=policy)
+    return net
+
+
+def made(case: Case, seed: int) -> Scene:
+    """Fresh objects; each rank draws numbers of its own afterwards."""
+    scene = build(*case, seed, lambda net, fmt: wrapped(net, fmt, case.model))
+    seed_all(100 * seed + dist.get_rank())
+    return scene
+
+
+def train(case: Case, run: Path) -> dict[str, Any]:
+    """The first life of a case: stored after every step up to one, and then trained on."""
+    first = made(case, 1)
+    # replicas that differ are noticed some steps later, and each rank stores its own from then on
+    last = STORED + (3 if inexact(case) else 0)
+    with first.checkpointer(run, on_error="report" if inexact(case) else "raise") as ck:
+        ck.restore()
+        for t in range(last):
+            first.step(t)
+            ck.step()
+    stored = digests(first.state())
+    if inexact(case):
+        assert depends_on_neighbours(first), "torch has become exact here: see docs/exactness.md"
+    end = digests(first.steps(last, TRAINED).state())
+    changed = None
+    if case.format == "fp32":  # that storing changes nothing is tested with one process as well
+        changed = difference(digests(made(case, 1).steps(0, TRAINED).state()), end)
+    return {"changed by storing": changed, "last": last, "stored": stored, "end": end}
+
+
+def resume(case: Case, run: Path, before: dict[str, Any]) -> dict[str, Any]:
+    """The second life of a case."""
+    second = made(case, 2)
+    fresh = digests(second.state())
+    with second.checkpointer(run, on_error="raise") as ck:
+        done = ck.restore()
+        restored = digests(second.state())
+        second.steps(done, TRAINED)
+    end = difference(before["end"], digests(second.state()))
+    return {
+        "another step": None if done == before["last"] else f"{done} / {before['last']}",
+        "changed by storing": before["changed by storing"],
+        "changed by restoring": difference(before["stored"], restored),
+        "changed afterwards": None if inexact(case) else end,
+        "proves nothing": None if difference(fresh, restored) else "it was there before",
+    }
+
+
+def refusal(case: Case) -> str:
+    """What is said to a case that cannot be trained."""
+    try:
+        made(case, 1).steps(0, 1)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def main(phase: str, model: str, folder: Path) -> None:
+    """Run one phase of all cases of a wrapper.
+
+    Args:
+        phase: `train` or `resume`.
+        model: the wrapper.
+        folder: shared by all ranks and phases.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(str(folder / f"rendezvous-{phase}"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    trained = folder / f"train-{rank}.json"
+    before = json.loads(trained.read_text()) if phase == "resume" else {}
+    report: dict[str, Any] = {}
+    for case in cases(model):
+        run = folder / str(case).replace("/", ".")
+        if refused(case):
+            report[str(case)] = refusal(case) if phase == "train" else before[str(case)]
+        elif phase == "train":
+             report[str(case)] = train(case, run)
+        else:
+            report[str(case)] = resume(case, run, before[str(case)])
+    (folder / f"{phase}-{rank}.json").write_text(json.dumps(report))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning)
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
