@@ -128,9 +128,7 @@ class Session:
     def store(self, step: int, rank: int) -> None:
         """One rank's part of a step."""
         ref = StepRef(self.timeline, step)
-        write_step(
-            self.backends[rank], self.run.id, ref, self.number, rank, self.world_size
-        )
+        write_step(self.backends[rank], self.run.id, ref, self.number, rank, self.world_size)
 
     def look_after(self, step: int, rank: int) -> None:
         """What a rank does after its step: remove what retention lets go."""
@@ -150,9 +148,7 @@ def exact(run: Run, entry: StepEntry) -> str | None:
         for rank in records:
             buffers: dict[str, bytearray] = {}
 
-            def buffer_for(
-                spec: TensorSpec, buffers: dict[str, bytearray] = buffers
-            ) -> memoryview:
+            def buffer_for(spec: TensorSpec, buffers: dict[str, bytearray] = buffers) -> memoryview:
                 buffers[spec.key] = bytearray(spec.nbytes)
                 return memoryview(buffers[spec.key])
 

@@ -426,9 +426,8 @@ def test_a_run_cannot_be_begun_on_a_disk_that_refuses(run_dir: Path, faults: Fau
 
 
 def test_a_refused_start_leaves_the_run_free(run_dir: Path, faults: Faults) -> None:
-    with Training(run_dir):
-        with pytest.raises(RunBusy):
-            Training(run_dir)
+    with Training(run_dir), pytest.raises(RunBusy):
+        Training(run_dir)
     with Training(run_dir) as training:
         training.step()
 

@@ -34,7 +34,9 @@ class Outcome(NamedTuple):
     violations: list[str]
 
 
-def try_all(recorder: Recorder, where: Path, start: int = 1, *, first_only: bool = False) -> Outcome:
+def try_all(
+    recorder: Recorder, where: Path, start: int = 1, *, first_only: bool = False
+) -> Outcome:
     """Try every state of a recording from its entry `start` on."""
     known: set[int] = set()
     violations: list[str] = []
@@ -59,7 +61,9 @@ class _Inline(Executor):
     def __init__(self, workers: int, thread_name_prefix: str) -> None:
         pass
 
-    def submit(self, act: Callable[..., object], /, *args: object, **kwargs: object) -> Future[object]:
+    def submit(
+        self, act: Callable[..., object], /, *args: object, **kwargs: object
+    ) -> Future[object]:
         done: Future[object] = Future()
         try:
             done.set_result(act(*args, **kwargs))
@@ -143,9 +147,7 @@ def run_of_a_few_steps(scene: Scene, world_size: int = 1) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "states"), [(1, 100), (2, 180)])
-def test_first_steps_and_retention(
-    scene: Scene, after: Path, world_size: int, states: int
-) -> None:
+def test_first_steps_and_retention(scene: Scene, after: Path, world_size: int, states: int) -> None:
     run_of_a_few_steps(scene, world_size)
     assert any(call.name == "unlink" for call in scene.calls.log)
     outcome = try_all(scene.calls, after)

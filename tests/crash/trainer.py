@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import mmap
 import os
 import random
+import select
 import signal
 import struct
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -20,15 +24,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from everystep import Checkpointer, Retention
+from everystep import Checkpointer, Retention, SaveOnSignal, load
 from faults import Faults, installed
+from waiting import until
 
 
 class Board:
     """Numbers in a shared file, which a killed process cannot take with it."""
 
-    FIELDS = ("restored", "returned", "place", "calls", "started")
-    OUTSIDE, RESTORING, TRAINING, SAVING = range(4)
+    FIELDS = ("restored", "returned", "place", "calls", "go")
+    NOWHERE, RESTORING, TRAINING, SAVING, ENDING = range(5)
 
     def __init__(self, path: str | Path) -> None:
         if not Path(path).exists():
@@ -162,6 +167,16 @@ def _join(rank: int, world_size: int, meet: str) -> None:
         )
 
 
+def warm_up(run: str) -> None:
+    """Use everything once."""
+    job = Job()
+    for done in range(2):
+        with job.checkpointer(run) as ck:
+            ck.restore(required=done > 0)
+            job.step()
+            ck.step()
+
+
 def reference(total: int, rank: int = 0, world_size: int = 1, meet: str = "") -> None:
     """Train without this library; print the digest of every step."""
     _join(rank, world_size, meet)
@@ -200,5 +215,111 @@ def train(
             progress["place"] = Board.SAVING
             ck.step()
             progress["returned"] = step
-        progress["place"] = Board.OUTSIDE
+        progress["place"] = Board.ENDING
     print("end", total, job.digest(), flush=True)
+
+
+def _block_in_c() -> None:
+    """Wait for ever in a C library, as for another rank: no Python handler can run."""
+    library = ctypes.CDLL(None)
+    mutex = ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
+def hold_signals(
+    run: str,
+    board: str,
+    total: int = 5,
+    long_step: int = 3,
+    how: str = "",
+    before: str = "",
+    deadline_s: float | None = 60,
+    send_at: int = 0,
+) -> None:
+    """Train with SaveOnSignal; one step is long: it ends when the test says `go`.
+
+    Args:
+        how: what the long step does: wait for the test in calls or (`spin`) without any; after
+            that, for ever in C (`c`); or nothing at all (`none`).
+        before: which handler the user had installed: none, "note", "exit" or "ignore".
+        deadline_s: of SaveOnSignal; None: no SaveOnSignal.
+        send_at: send SIGTERM to this process before that system call of the long step's save.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    progress = Board(board)
+    faults = Counted(progress)
+    job = Job()
+    with installed(faults):
+        if before:
+            signal.signal(signal.SIGTERM, _user_handler(before, run))
+        mine = signal.getsignal(signal.SIGTERM)
+        on_signal = None if deadline_s is None else SaveOnSignal(deadline_s=deadline_s)
+        ck = job.checkpointer(run, on_signal=on_signal)
+        done = ck.restore()
+        print("restored", done, job.digest(), flush=True)
+        for step in range(done + 1, done + total + 1):
+            job.step()
+            if step == done + long_step:
+                progress["place"] = Board.TRAINING
+                while not progress["go"] and how != "none":
+                    if how != "spin":
+                        select.select([], [], [], 0.01)
+                if how == "c":
+                    _block_in_c()
+                if send_at:
+                    faults.call_at(send_at, lambda: os.kill(os.getpid(), signal.SIGTERM))
+            progress["place"] = Board.SAVING
+            ck.step()
+            progress["returned"] = step
+        progress["place"] = Board.ENDING
+        if how == "none" and not send_at:
+            until(lambda: progress["go"], 60, "the test")
+        ck.close()
+        assert signal.getsignal(signal.SIGTERM) == mine
+    print("end", flush=True)
+
+
+def _user_handler(kind: str, run: str) -> Callable[[int, FrameType | None], None] | signal.Handlers:
+    def handle(number: int, frame: FrameType | None) -> None:
+        print("handled", number, load(run).step, flush=True)
+        if kind == "exit":
+            sys.exit(7)
+
+    return signal.SIG_IGN if kind == "ignore" else handle
+
+
+def hold_signals_with_a_child(run: str, board: str) -> None:
+    """A process that this one forks, as a loader's worker, is ended by SIGTERM as ever."""
+    job = Job()
+    with job.checkpointer(run, on_signal=SaveOnSignal()) as ck:
+        ck.restore()
+        ready, tell = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.write(tell, b"!")
+            until(lambda: False, 60, "the signal")
+            os._exit(0)
+        os.read(ready, 1)
+        os.kill(pid, signal.SIGTERM)
+        _, status = os.waitpid(pid, 0)
+        print("child", os.waitstatus_to_exitcode(status))
+        job.step()
+        ck.step()
+        pid = os.fork()
+        if pid == 0:
+            ck.close()  # must not reach into its parent
+            os._exit(0)
+        os.waitpid(pid, 0)
+        worker = threading.Thread(target=_step_and_signal, args=(job, ck))
+        worker.start()
+        worker.join()
+        until(lambda: False, 60, "the signal")
+
+
+def _step_and_signal(job: Job, ck: Checkpointer) -> None:
+    """In another thread than the main one."""
+    job.step()
+    os.kill(os.getpid(), signal.SIGTERM)
+    until(lambda: ck._signal is not None and ck._signal._held, 60, "the handler to have run")
+    ck.step()

@@ -1,17 +1,19 @@
 """A process that has imported torch, from which trainers are forked in milliseconds.
 
 It has one thread when it forks, and so have the trainers when they begin. It alone reaps them: a
-process identity is not reused before its status has been asked for, so that a test kills the process
-that it means.
+process identity is not reused before its status has been asked for, so that a test kills the
+process that it means.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -44,7 +46,9 @@ class Child:
     def wait(self, deadline_s: float = _END_S) -> int:
         """Wait for its end; returns its status."""
         try:
-            until(lambda: self.status() is not None, deadline_s, f"{self.pid} to end: {self.said()}")
+            until(
+                lambda: self.status() is not None, deadline_s, f"{self.pid} to end: {self.said()}"
+            )
         except TimeoutError:
             self.kill()
             raise
@@ -80,7 +84,8 @@ class Zygote:
         return answer
 
     def start(self, function: str, log: Path, **arguments: object) -> Child:
-        """Fork, and call `crash.trainer.FUNCTION(**arguments)`; what it prints goes to `log`."""
+        """Fork, and call `crash.trainer.FUNCTION(**arguments)`, or `crash.MODULE.FUNCTION` where it
+        has a module; what it prints goes to `log`."""
         request = {"start": function, "log": str(log), "arguments": arguments}
         pid = self.ask(request)["pid"]
         assert pid is not None
@@ -109,11 +114,11 @@ def _serve() -> None:
     import torch.distributed
     import torch.nn.parallel
 
-    import crash.trainer  # noqa: F401
-    import everystep
+    from crash import trainer
 
-    everystep.Checkpointer  # noqa: B018 - loaded before the fork
     torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as run:  # what torch loads late is loaded before the fork
+        trainer.warm_up(run)
     children: set[int] = set()
     for line in sys.stdin:
         request = json.loads(line)
@@ -133,6 +138,7 @@ def _serve() -> None:
     for pid in children:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+    os._exit(0)  # tidying up torch takes seconds
 
 
 def _become(request: dict[str, object]) -> None:
@@ -145,10 +151,12 @@ def _become(request: dict[str, object]) -> None:
         os.close(log)
         os.close(0)
         os.open(os.devnull, os.O_RDONLY)
-        from crash import trainer
-
-        getattr(trainer, str(request["start"]))(**request["arguments"])  # type: ignore[arg-type]
+        module, _, name = str(request["start"]).rpartition(".")
+        found = importlib.import_module(f"crash.{module or 'trainer'}")
+        getattr(found, name)(**request["arguments"])  # type: ignore[arg-type]
         status = 0
+    except SystemExit as end:
+        status = int(end.code or 0)
     except BaseException:  # noqa: BLE001 - told to the test by the log and the status
         traceback.print_exc()
     finally:

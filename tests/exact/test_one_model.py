@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from exact.matrix import Case, cases, inexact, refused
+from exact.matrix import MODELS, Case, cases, inexact, refused
 from exact.proof import prove, prove_refused
-from exact.scenes import FORMATS
+from exact.scenes import FORMATS, build
 from exact.zoo import OPTIMIZERS
 
 ALL = cases("plain", "tied", "frozen", "sparse")
@@ -36,3 +36,14 @@ def test_the_product_is_whole() -> None:
     out = [case for case in ALL if refused(case)]
     assert len(out) == len(FORMATS) * (3 + 39 + muon)
     assert sum(map(inexact, ALL)) - sum(map(inexact, out)) == 6
+
+
+@pytest.mark.parametrize("model", [*MODELS, "ddp"])
+def test_fresh_objects_are_others(model: str) -> None:
+    """Nothing would be proved by restoring what is there already."""
+    name = "SparseAdam" if model == "sparse" else "AdamW/loop"
+    ones, twos = (build(name, "fp32", model, seed).models.values() for seed in (1, 2))
+    for one, two in zip(ones, twos, strict=True):
+        for a, b in zip(one.parameters(), two.parameters(), strict=True):
+            constant = bool((a == a.flatten()[0]).all())  # the weight of a norm
+            assert constant or not bool((a == b).any())

@@ -1,4 +1,4 @@
-"""Make a tiny run of format version 1: `PYTHONPATH=src:tests python tests/golden/make.py DIRECTORY`.
+"""Make a tiny run of format version 1: `python tests/golden/make.py DIRECTORY` (see its test).
 
 What is committed as `format-1` was made by this script and is never made anew: it is what every
 later release must read. A later version of the format gets a script and a directory of its own.

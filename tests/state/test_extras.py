@@ -54,9 +54,6 @@ def test_all_schedules_of_torch_are_here() -> None:
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
 @pytest.mark.parametrize("name", _SCHEDULES)
 def test_schedules_go_on(name: str, rate: Any) -> None:  # O09, L01, L02, L03
-    if name in ("CyclicLR", "OneCycleLR") and isinstance(rate, torch.Tensor):
-        pytest.skip("torch's own schedule needs a number here")
-
     def make(seed: int) -> tuple[nn.Module, SGD, Any]:
         torch.manual_seed(seed)
         model = nn.Linear(2, 2)

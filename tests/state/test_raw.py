@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from everystep.errors import Unsupported
 from everystep.state import raw
 from everystep.types import TensorSpec, item_bytes
-from states import FrozenTensor, assert_same_state, tensors
+from states import FrozenTensor, assert_same_state
+from strategies import tensors
 
 
 def _all_dtypes() -> list[torch.dtype]:

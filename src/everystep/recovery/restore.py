@@ -196,8 +196,8 @@ def _apply(objects: Objects, proved: Proved | None, ranks: Ranks, strict: bool) 
             _log.warning("%s: training may go another way than before", line)
         for name in cold_wrappers(objects.models.values()):
             _log.warning(
-                "%s: DDP over more than two ranks arranges its buckets after its first backward, so "
-                "the next step may differ in the last bit; run one forward and backward before "
+                "%s: DDP over more than two ranks arranges its buckets after its first backward; "
+                "the next step may differ in the last bit: run one forward and backward before "
                 "restore() (docs/exactness.md)", name,
             )  # fmt: skip
         try:

@@ -349,7 +349,6 @@ class _Options:
             self._used.add(id(target))
         return self._placed[id(value)]
 
-
     def _may_take(self, live: torch.Tensor, value: torch.Tensor) -> bool:
         fits = (live.shape, live.dtype) == (value.shape, value.dtype)
         return fits and id(live) not in self._used and raw.write_into(live, value)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Whether it is a DTensor, without importing that (slow) module where nobody uses it."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):  # nearly always, and asked often
+        return False
     return any(
         kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
         for kind in type(tensor).__mro__
