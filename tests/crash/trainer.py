@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 import random
+import resource
 import select
 import signal
 import struct
@@ -152,7 +153,8 @@ class Job:
             else:
                 found.update(repr(thing).encode())
 
-        add(self.model.state_dict())
+        state = self.model.state_dict()
+        add({name.removeprefix("module."): tensor for name, tensor in state.items()})
         add(self.optimizer.state_dict())
         add(self.schedule.state_dict())
         add(self.loader.state_dict())
@@ -323,3 +325,58 @@ def _step_and_signal(job: Job, ck: Checkpointer) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     until(lambda: ck._signal is not None and ck._signal._held, 60, "the handler to have run")
     ck.step()
+
+
+def _memory_bytes(field: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(field + ":")[1].split()[0]) << 10
+
+
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+class _Large(nn.Module):
+    """Tensors large and small, in row-major order and not."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        side = 1024
+        rows = nbytes // 4 // side // 4
+        self.one = nn.Parameter(torch.ones(2 * rows, side))
+        self.turned = nn.Parameter(torch.ones(side, rows).t())
+        small = [torch.ones(rows, side // 100) for _ in range(100)]
+        self.many = nn.ParameterList(small)
+
+
+def save_large(run: str, nbytes: int, saves: int) -> None:
+    """Print by how much each save of a state raises the peak of resident memory, and the state's
+    own size."""
+    model = _Large(nbytes)
+    held = sum(p.numel() * 4 for p in model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(
+        run, model=model, optimizer=optimizer, retention=Retention(keep_last=1)
+    ) as ck:
+        ck.restore()
+        print(held)
+        for _ in range(saves):
+            before = _memory_bytes("VmRSS")
+            _reset_peak()
+            ck.step()
+            print(_memory_bytes("VmHWM") - before, flush=True)
+
+
+def save_often(run: str, nbytes: int, saves: int, open_files: int) -> None:
+    """Print resident memory, descriptors and threads after each save, under a low limit on open
+    files."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, open_files))
+    model = _Large(nbytes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(run, model=model, optimizer=optimizer) as ck:
+        ck.restore()
+        for _ in range(saves):
+            ck.step()
+            fds, tasks = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
+            print(_memory_bytes("VmRSS"), fds, tasks, flush=True)
+        assert all(s.durable for s in ck.stats)

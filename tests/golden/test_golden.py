@@ -75,8 +75,12 @@ def test_it_loads_bit_for_bit(step: str | None, number: int) -> None:
         "empty": b"",
     }
     assert {name: tuple(tensor.shape) for name, tensor in model.items()} == {
-        "fc.weight": (2, 3), "tied": (2, 3), "fc.bias": (2,),
-        "rows": (2, 2), "phase": (), "empty": (0, 3),
+        "fc.weight": (2, 3),
+        "tied": (2, 3),
+        "fc.bias": (2,),
+        "rows": (2, 2),
+        "phase": (),
+        "empty": (0, 3),
     }
     optimizer = state.optimizer()
     assert optimizer["param_groups"] == [

@@ -1,0 +1,39 @@
+"""A save holds a few buffers, whatever the size of the state; and saves leave nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from crash.zygote import Zygote
+
+STATE_BYTES = 400 << 20
+BUDGET_BYTES = 64 << 20
+"""For the buffers of a save: it is a fixed amount, far below the state."""
+
+
+def test_a_save_of_a_large_state_takes_little_memory(zygote: Zygote, tmp_path: Path) -> None:
+    said = zygote.run(
+        "save_large", tmp_path / "log", run=str(tmp_path / "run"), nbytes=STATE_BYTES, saves=2
+    )
+    held, *added = (int(line) for line in said.split())
+    print(f"state of {held >> 20} MB; each save added {[n >> 20 for n in added]} MB at its peak")
+    assert held >= STATE_BYTES * 9 // 10
+    assert len(added) == 2
+    assert max(added) < BUDGET_BYTES
+
+
+def test_many_saves_leave_nothing_behind(zygote: Zygote, tmp_path: Path) -> None:
+    """More tensors than the process may have open files."""
+    said = zygote.run(
+        "save_often", tmp_path / "log", run=str(tmp_path / "run"), nbytes=24 << 20, saves=60,
+        open_files=40,
+    )  # fmt: skip
+    rows = [[int(number) for number in line.split()] for line in said.splitlines()]
+    resident, descriptors, threads = zip(*rows, strict=True)
+    assert len(rows) == 60
+    print([n >> 10 for n in resident])
+    print(f"resident after 10: {resident[9] >> 10} KB, after 60: {resident[-1] >> 10} KB")
+    assert max(resident[50:]) - min(resident[5:10]) < 4 << 20
+    assert len(set(descriptors[5:])) <= 2  # a removal in the background has one open at times
+    assert max(descriptors) < 40
+    assert max(threads[5:]) <= max(threads[:5])
