@@ -37,7 +37,7 @@ from everystep.state.capture import Objects, capture
 from everystep.state.ranks import Ranks
 from everystep.store import format as fmt
 from everystep.store.local import LocalBackend
-from everystep.store.records import write_record
+from everystep.store.records import require_run_or_empty, write_record
 from everystep.store.retention import Retention, Upkeep
 from everystep.store.run import Run, StepEntry, now
 from everystep.types import Json, StepRef, StepStats
@@ -73,6 +73,7 @@ class Checkpointer:
 
     Raises:
         Unsupported: something in the state cannot be stored exactly; the message names it.
+        NotARun: the directory holds something else.
         RunBusy: another live process uses this run.
     """
 
@@ -104,6 +105,7 @@ class Checkpointer:
         self._path = Path(run)
         with contextlib.ExitStack() as owned:
             backend = LocalBackend.made(self._path)
+            require_run_or_empty(backend)
             owned.enter_context(backend.lock(fmt.LOCK_FILE, self._ranks.rank))
             self._signal = None if on_signal is None else SignalHold(on_signal)
             if self._signal is not None:

@@ -14,7 +14,7 @@ import torch
 from everystep.errors import Unsupported
 from everystep.types import TensorSpec, chunks_of, item_bytes, spoken
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 1 << 20
 """What is brought to host memory at a time from a tensor whose bytes do not lie there in order."""
 
 _CARRIERS = {

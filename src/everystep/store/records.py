@@ -7,10 +7,12 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from everystep.errors import Damaged, Missing
+from everystep.errors import Damaged, Missing, NotARun
+from everystep.store import durable
 from everystep.store import format as fmt
 from everystep.store.backend import Backend, NewFile
 from everystep.store.format import RankRecord, RunRecord, SessionRecord, TimelineRecord
+from everystep.types import MAIN
 
 _log = logging.getLogger("everystep")
 
@@ -55,3 +57,33 @@ def identity_from_sessions(backend: Backend) -> RunRecord | None:
         _log.warning("%s is lost or damaged; identity taken from %s", fmt.RUN_FILE, name)
         return RunRecord(run=session.run, created=session.created)
     return None
+
+
+def require_run_or_empty(backend: Backend) -> None:
+    """Refuse a directory that is neither a run nor empty, before anything is written there.
+
+    Raises:
+        NotARun: it holds something else.
+    """
+    try:
+        backend.size(fmt.RUN_FILE)
+    except Missing:
+        if not any(backend.list("sessions")):  # they say whose run it is, too
+            require_empty(backend)
+
+
+def require_empty(backend: Backend) -> None:
+    """Refuse a directory that holds anything but what a start that was cut off has left.
+
+    Raises:
+        NotARun: it does.
+    """
+    ours = (fmt.LOCK_FILE, fmt.timeline_file(MAIN))
+    strangers = [e.name for e in backend.list("") if e.name not in ours]
+    strangers = [name for name in strangers if not durable.is_temporary(name)]
+    if strangers:
+        raise NotARun(
+            f"the directory has no {fmt.RUN_FILE} and is not empty ({strangers[0]})",
+            path=backend.abilities.location,
+            hint="choose another directory, or restore the missing file from a copy",
+        )

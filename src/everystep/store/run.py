@@ -14,7 +14,6 @@ from typing import TypeVar
 from msgspec import Struct
 
 from everystep.errors import Damaged, Missing, NotARun, NothingToRestore, StoreFailed
-from everystep.store import durable
 from everystep.store import format as fmt
 from everystep.store.backend import Backend, Entry
 from everystep.store.format import (
@@ -25,7 +24,12 @@ from everystep.store.format import (
     TimelineRecord,
 )
 from everystep.store.local import LocalBackend, exists
-from everystep.store.records import identity_from_sessions, read_record, write_record
+from everystep.store.records import (
+    identity_from_sessions,
+    read_record,
+    require_empty,
+    write_record,
+)
 from everystep.store.wellformed import complaints
 from everystep.types import MAIN, StepRef, is_timeline
 
@@ -171,7 +175,7 @@ class Run:
             if record is None and isinstance(error, Damaged):
                 raise
         if record is None:
-            _require_empty(backend)
+            require_empty(backend)
             record = RunRecord(run=secrets.token_hex(16), created=now())
             write_record(backend, fmt.timeline_file(MAIN), TimelineRecord(name=MAIN, parent=None))
         write_record(backend, fmt.RUN_FILE, record)
@@ -363,18 +367,6 @@ def _entries(ref: StepRef, files: list[Entry]) -> tuple[list[StepEntry], list[tu
         for (session, world_size), found in parts.items()
     ]
     return entries, [(ref, stem) for stem in sorted(stems - with_record)]
-
-
-def _require_empty(backend: Backend) -> None:
-    ours = (fmt.LOCK_FILE, fmt.timeline_file(MAIN))  # a start that was cut off leaves these
-    strangers = [e.name for e in backend.list("") if e.name not in ours]
-    strangers = [name for name in strangers if not durable.is_temporary(name)]
-    if strangers:
-        raise NotARun(
-            f"the directory has no {fmt.RUN_FILE} and is not empty ({strangers[0]})",
-            path=backend.abilities.location,
-            hint="choose another directory, or restore the missing file from a copy",
-        )
 
 
 def is_set_aside(name: str) -> bool:
