@@ -258,7 +258,7 @@ class Checkpointer:
             self._look_after(session, ref)
         except StoreError as error:
             problem = error.headline()
-            self._not_stored(session, ref, error)
+            self._not_stored(ref, error)
         finally:
             stall_s = time.perf_counter() - started
             self._stats.append(
@@ -292,11 +292,8 @@ class Checkpointer:
         state = capture(self._objects, self._ranks.world_size)
         return save(self._backend, writer, ref, state, metrics)
 
-    def _not_stored(self, session: _Session, ref: StepRef, problem: StoreError) -> None:
-        """Take back what there is of a step, so that it costs no space, and say so."""
-        part = fmt.PartName(session.number, self._ranks.rank, self._ranks.world_size, "")
-        with contextlib.suppress(StoreError):
-            session.run.delete_part(ref, part.stem)
+    def _not_stored(self, ref: StepRef, problem: StoreError) -> None:
+        """Say so, and raise where the user wants that."""
         self._failed_in_a_row += 1
         _log.error(
             "step %s is not stored: %s; training goes on, and the next step tries again "

@@ -78,7 +78,7 @@ def write_fails(rank: int, world_size: int, meet: str, run: str, call: str, numb
 
 
 def diverge(rank: int, world_size: int, meet: str, run: str) -> None:
-    """From the third step on, one bit of a parameter differs on rank 1."""
+    """From the third step on, a parameter differs on rank 1 (by a bit that no rounding removes)."""
     begin(rank, world_size, meet)
     job = Job(rank, world_size)
     with job.checkpointer(run, retention=Retention(keep_last=None)) as ck:
@@ -86,7 +86,7 @@ def diverge(rank: int, world_size: int, meet: str, run: str) -> None:
         _steps(job, ck, 2)
         if rank == 1:
             with torch.no_grad():
-                next(job.model.parameters()).view(torch.int32)[0, 0] ^= 1
+                next(job.model.parameters()).view(torch.int32)[0, 0] ^= 1 << 18
         for _ in range(4):
             _steps(job, ck, 1)
             dist.barrier()

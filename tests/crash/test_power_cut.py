@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from crash.recording import Call, Died, Recorder, lay_out, power_cuts
-from crash.scene import Expected, Session, complaints
+from crash.scene import Expected, Session, Skipped, complaints
+from crash.training import Training, is_whole, leftovers
 from everystep.errors import EverystepError
 from everystep.store import durable, reading, retention
 from everystep.store.backend import NewFile
 from everystep.store.local import LocalBackend
 from everystep.store.retention import Retention
 from everystep.types import Buffer, StepRef
+from faults import installed
 from waiting import until
 
 SEED = 20260611
@@ -261,6 +264,52 @@ def test_fork(scene: Scene, after: Path) -> None:
     outcome = try_all(scene.calls, after, start)
     assert outcome.violations == []
     assert outcome.states > 50
+
+
+class Life(NamedTuple):
+    """What a training of numbered weights must come back to."""
+
+    newest: frozenset[int]
+
+
+def test_the_checkpointer_itself(tmp_path: Path, after: Path) -> None:
+    """All of it together, from the directory above the run on, over two sessions."""
+    place = tmp_path / "recorded"
+    place.mkdir()
+    calls = Recorder(place)
+    calls.note(Life(frozenset([0])))
+    with installed(calls):
+        for life in range(2):
+            with Training(place / "runs" / "run") as training:
+                assert training.steps == 3 * life
+                for step in range(3 * life + 1, 3 * life + 4):
+                    calls.note(Life(frozenset([step - 1, step])))
+                    training.step()
+                    calls.note(Life(frozenset([step])))
+    known: set[int] = set()
+    for cut in power_cuts(calls.log, 1, random.Random(SEED)):
+        (expected,) = cut.notes[-1:]
+        assert isinstance(expected, Life)
+        state = hash((frozenset(cut.tree.items()), expected))
+        if state not in known:
+            known.add(state)
+            lay_out(cut.tree, after)
+            come_back(after / "runs" / "run", expected)
+    assert len(known) > 150
+
+
+def come_back(run: Path, expected: Life) -> None:
+    """Restore, train on for a step, and look at what is left."""
+    with installed(Skipped()), Training(run) as training:
+        assert training.steps in expected.newest
+        if training.steps:
+            assert torch.equal(
+                training.model.weight, torch.full_like(training.model.weight, training.steps)
+            )
+        training.step()
+        assert training.ck.stats[-1].durable
+        assert is_whole(run, training.steps)
+    assert leftovers(run) == []
 
 
 class Slow(Recorder):

@@ -12,7 +12,7 @@ from exact.zoo import OPTIMIZERS
 MODELS = ("plain", "tied", "frozen", "sparse", "batchnorm", "complex", "gan", "compiled")
 WRAPPERS = ("ddp", "fsdp2")
 
-STORED, TRAINED = 3, 5
+STORED, TRAINED = 2, 4
 """Each case is stored after every step to the first, restored there, and trained to the second."""
 
 
@@ -28,8 +28,10 @@ class Case(NamedTuple):
 
 
 def cases(*models: str) -> list[Case]:
-    """All combinations with these models."""
-    return [Case(o, f, m) for m in models for f in FORMATS for o in OPTIMIZERS]
+    """All combinations with these models. FSDP2 in the format `mixed` holds fp32 masters itself:
+    its `master` would be the same again."""
+    made = [Case(o, f, m) for m in models for f in FORMATS for o in OPTIMIZERS]
+    return [case for case in made if case[1:] != ("master", "fsdp2")]
 
 
 def refused(case: Case) -> str | None:
@@ -39,7 +41,7 @@ def refused(case: Case) -> str | None:
     if case.model == "sparse":
         return _refused_sparse(name, way)
     if name == "SparseAdam":
-        return "SparseAdam does not support dense gradients"
+        return "SparseAdam does not support (dense gradients|complex parameters)"
     if case.model == "complex" and way == "fused":
         return "`fused=True` requires all the params to be floating point Tensors"
     if case.model == "complex" and name in ("Adafactor", "Muon", "SOAP", "AdaShift"):

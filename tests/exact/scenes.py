@@ -83,7 +83,7 @@ def build(
     optimizers = side.optimizers(kind, sparse=model == "sparse")
 
     def step(t: int) -> None:
-        if model == "frozen" and t >= 2:  # it has slots by then, which must be kept
+        if model == "frozen" and t >= 1:  # it has slots by then, which must be kept
             side.net.get_submodule("second").bias.requires_grad_(False)
         x, y = batch(t)
         side.train(kind, optimizers, lambda: _loss(side(x), y))

@@ -48,7 +48,7 @@ OPTIMIZERS: dict[str, Kind] = {
     **_variants("Adagrad", lr=0.05, lr_decay=0.1, fused=True),
     **_variants("Adadelta", lr=0.5),
     **_variants("Adamax", lr=0.02),
-    **_variants("ASGD", lr=0.05, t0=2),
+    **_variants("ASGD", lr=0.05, t0=1),
     **_variants("NAdam", lr=0.02),
     **_variants("NAdam", lr=0.02, decoupled_weight_decay=True, weight_decay=0.01),
     **_variants("RAdam", lr=0.02, weight_decay=0.01),
@@ -69,7 +69,7 @@ OPTIMIZERS: dict[str, Kind] = {
     # a dict with floats as keys as a slot
     "AggMo": Kind(pytorch_optimizer.AggMo, {"lr": 0.02}),
     # a deque of gradients as a slot
-    "AdaShift": Kind(pytorch_optimizer.AdaShift, {"lr": 0.02, "keep_num": 3}),
+    "AdaShift": Kind(pytorch_optimizer.AdaShift, {"lr": 0.02, "keep_num": 2}),
 }
 if hasattr(torch.optim, "Muon"):  # torch 2.9
     OPTIMIZERS["Muon"] = Kind(torch.optim.Muon, {"lr": 0.02}, matrices_only=True)
