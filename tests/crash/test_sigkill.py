@@ -15,7 +15,7 @@ from waiting import until
 
 SEED = 20260612
 KILLS = 100
-KILLS_OF_TWO_RANKS = 12
+KILLS_OF_TWO_RANKS = 10
 
 
 class Lives:

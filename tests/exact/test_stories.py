@@ -239,7 +239,8 @@ def test_data_loader_within_and_between_epochs(workers: int, stored: int, run_di
 
 class WithMasters(torch.optim.Optimizer):
     """Momentum over fp32 copies of bf16 parameters that the optimizer keeps to itself, stepped
-    with noise from a generator that it keeps as well; and a `state_dict` with more in it."""
+    with noise from a generator that it keeps as well; with a state that belongs to no parameter,
+    and a `state_dict` with more in it."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -261,7 +262,8 @@ class WithMasters(torch.optim.Optimizer):
                 slot["generator"] = dice.get_state()
                 slot["momentum"].mul_(0.9).add_(p.grad.float() + noise)
                 slot["master"].sub_(slot["momentum"], alpha=group["lr"] / self.calls)
-                p.copy_(slot["master"])
+                p.copy_(slot["master"]).mul_(1 - 0.01 * self.state.get("clock", 0.0))
+        self.state["clock"] = self.state.get("clock", 0.0) + 0.5
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "calls": self.calls}
