@@ -88,7 +88,7 @@ def after(tmp_path: Path) -> Iterator[Path]:
     if not memory.is_dir():
         yield tmp_path / "after"
         return
-    with tempfile.TemporaryDirectory(dir=memory) as place:
+    with tempfile.TemporaryDirectory(dir=memory, prefix="everystep-cut-") as place:
         yield Path(place, "after")
 
 
