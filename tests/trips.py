@@ -15,6 +15,19 @@ from everystep.state.form import check_form
 from everystep.types import Json, TensorSpec
 
 
+class Holder:
+    """An extra that holds whatever it was given."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
 class Stored:
     """What would be on disk: JSON and bytes, copied out of the live state."""
 

@@ -34,6 +34,10 @@ def export(cli: Cli, *words: object) -> Any:
     return said.json
 
 
+def read_pt(path: Path) -> Any:
+    return torch.load(path, weights_only=True)  # noqa: TID251 - what its users do
+
+
 def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(
         (a[key].dtype, a[key].shape, raw.bits_of(a, key))
@@ -152,7 +156,7 @@ def test_several_models_and_optimizers(cli: Cli, tmp_path: Path) -> None:
     flat = {f"{n}.{fqn}": t for n, m in models.items() for fqn, t in m.state_dict().items()}
     assert same_bits(safetensors.torch.load_file(tmp_path / "x.safetensors"), flat)
     export(cli, tmp_path / "run", "--to", tmp_path / "x.pt")
-    loaded = torch.load(tmp_path / "x.pt")  # noqa: TID251 - what its users do
+    loaded = read_pt(tmp_path / "x.pt")
     for name, model in models.items():
         assert same_bits(loaded["model"][name], model.state_dict())
         assert loaded["optimizer_parameters"][name] == ["weight", "bias"]
@@ -172,7 +176,7 @@ def test_what_safetensors_cannot_say_is_refused(cli: Cli, tmp_path: Path) -> Non
     assert "complex64" in said.err and ".pt" in said.err
     assert not (tmp_path / "x.safetensors").exists()
     export(cli, tmp_path / "run", "--to", tmp_path / "x.pt")
-    loaded = torch.load(tmp_path / "x.pt")  # noqa: TID251
+    loaded = read_pt(tmp_path / "x.pt")
     assert same_bits(loaded["model"], {"wave": model.wave.detach()})
     assert "optimizer" not in loaded
 
@@ -183,7 +187,7 @@ def test_what_safetensors_cannot_say_is_refused(cli: Cli, tmp_path: Path) -> Non
 def test_training_goes_on_from_a_pt_file(cli: Cli, healthy: Path, tmp_path: Path) -> None:
     told = export(cli, healthy, "--step", "2", "--to", tmp_path / "x.pt")
     assert (told["format"], told["tensors"], told["step"]) == ("pt", 4, "main:2")
-    loaded = torch.load(tmp_path / "x.pt", weights_only=True)  # noqa: TID251
+    loaded = read_pt(tmp_path / "x.pt")
     assert list(loaded) == ["model", "optimizer", "optimizer_parameters", "step", "metrics"]
     assert (loaded["step"], loaded["metrics"]["at"]) == (2, 2)
     assert loaded["optimizer_parameters"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -198,7 +202,7 @@ def test_training_goes_on_from_a_pt_file(cli: Cli, healthy: Path, tmp_path: Path
 
 def test_the_optimizer_is_as_torch_gives_it(cli: Cli, healthy: Path, tmp_path: Path) -> None:
     export(cli, healthy, "--to", tmp_path / "x.pt")
-    ours = torch.load(tmp_path / "x.pt")["optimizer"]  # noqa: TID251
+    ours = read_pt(tmp_path / "x.pt")["optimizer"]
     theirs = reference(3).optimizer.state_dict()
     assert ours["param_groups"] == theirs["param_groups"]
     assert ours["state"].keys() == theirs["state"].keys()
@@ -210,7 +214,7 @@ def test_tied_tensors_have_all_their_names_in_a_pt_file(cli: Cli, tmp_path: Path
     model = Tied()
     tied_run(tmp_path / "run", model)
     export(cli, tmp_path / "run", "--to", tmp_path / "x.pt")
-    loaded = torch.load(tmp_path / "x.pt")["model"]  # noqa: TID251
+    loaded = read_pt(tmp_path / "x.pt")["model"]
     assert same_bits(loaded, model.state_dict())
     assert loaded["embed.weight"].data_ptr() == loaded["head.weight"].data_ptr()
 
@@ -232,7 +236,7 @@ def test_extra_state_of_modules_is_in_a_pt_file(cli: Cli, tmp_path: Path) -> Non
         ck.step()
     export(cli, tmp_path / "run", "--to", tmp_path / "x.pt")
     other = nn.Sequential(Counting(2, 2))
-    other.load_state_dict(torch.load(tmp_path / "x.pt")["model"])  # noqa: TID251
+    other.load_state_dict(read_pt(tmp_path / "x.pt")["model"])
     assert other[0].calls == 41
 
 
@@ -406,7 +410,7 @@ def test_targets_that_cannot_be(cli: Cli, healthy: Path, tmp_path: Path) -> None
         assert (said.status, said.out) == (2, "") and problem in said.err
     told = export(cli, healthy, "--to", tmp_path / "x.bin", "--format", "pt")
     assert told["format"] == "pt"
-    assert torch.load(tmp_path / "x.bin")["step"] == 3  # noqa: TID251
+    assert read_pt(tmp_path / "x.bin")["step"] == 3
 
 
 def test_plain_text_and_names_with_spaces(cli: Cli, healthy: Path, tmp_path: Path) -> None:

@@ -171,8 +171,10 @@ def test_an_interrupt_ends_with_130(
     assert cli("verify", healthy) == (130, "", "")
 
 
+# a shell without job control starts background jobs with SIGINT ignored, and children inherit it
 _SLOW_VERIFY = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from everystep.cli import main
 from everystep.store.local import LocalBackend
 def read(self, name, into, offset):

@@ -18,7 +18,7 @@ from everystep import Checkpointer
 from everystep.errors import LayoutMismatch
 from everystep.state.loaders import is_loader
 from states import assert_same_state, rng_state, state_of
-from trips import restore, restore_run, stored
+from trips import Holder, restore, restore_run, stored
 
 S = lr_scheduler
 
@@ -145,20 +145,9 @@ def test_an_average_goes_on() -> None:
         restore(state, again, extras={"ema": make(2)[1].float()})
 
 
-class _Plain:
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
 def test_a_state_dict_may_be_any_plain_value() -> None:
     for value in (None, 3, [], torch.ones(2).t(), ({"a": (1,)},)):
-        one, other = _Plain(value), _Plain("other")
+        one, other = Holder(value), Holder("other")
         restore(stored(nn.Linear(1, 1), extras={"it": one}), nn.Linear(1, 1), extras={"it": other})
         assert_same_state(other.state, value)
 
@@ -173,7 +162,7 @@ def test_what_was_restored_is_not_shared_with_what_was_stored() -> None:
 def test_generators_are_set_after_extras_that_draw_from_them() -> None:
     generator = torch.Generator().manual_seed(3)
 
-    class Drawing(_Plain):
+    class Drawing(Holder):
         def load_state_dict(self, state: Any) -> None:
             torch.rand(3, generator=generator)
 

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 import everystep
 from everystep.state import raw, rng
 from states import FrozenTensor, assert_same_state, rng_state, state_of
-from trips import restore_run, save_run
+from trips import Holder, restore_run, save_run
 
 _ODD_FLOATS = [0x7F800001, 0xFFC12345, 0x7F800000, 0xFF800000, 0x80000000, 0x00000001, 0x807FFFFF]
 """A signalling NaN, a NaN with a payload, both infinities, -0, the least subnormal, the greatest
@@ -118,17 +118,6 @@ class _Mixed(Optimizer):
                 parameter.data.copy_(slot["master"])
 
 
-class _Stateful:
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
 def _values() -> Any:
     tied = torch.randn(3)
     nested: Any = "bottom"
@@ -185,7 +174,7 @@ class _Zoo:
             "old numpy": np.random.RandomState(seed),
             "torch": torch.Generator().manual_seed(seed),
             "values": _values() if not hollow else {"other": 1},
-            "stateful.ü": _Stateful(_values() if not hollow else None),
+            "stateful.ü": Holder(_values() if not hollow else None),
         }
         if hollow:  # what was in one order comes back in another
             self.extras = dict(reversed(self.extras.items()))
