@@ -145,6 +145,29 @@ def peak_added_bytes(action: Callable[[], object]) -> int:
     return max(0, resident_bytes("VmHWM") - before)
 
 
+def many_small(directory: Path, runs: int) -> list[Figure]:
+    """What a step of 10,000 tensors of 4 KB costs beside its bytes."""
+    parameters = [torch.nn.Parameter(torch.zeros(1024)) for _ in range(2500)]
+    model = torch.nn.ParameterList(parameters)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    cpu_us, added, times = [], [], []
+    with everystep.Checkpointer(directory, model=model, optimizer=optimizer) as ck:
+        ck.restore()
+        for _ in range(runs):
+            before = time.process_time()
+            added.append(peak_added_bytes(ck.step) / MIB)
+            cpu_us.append((time.process_time() - before) / 10_000 * 1e6)
+            times.append(ck.stats[-1].stall_s)
+    return [
+        median_of("10,000 small tensors: a save", times, "s"),
+        median_of("10,000 small tensors: CPU each", cpu_us, "µs"),
+        median_of("10,000 small tensors: memory added", added, "MiB", reach=64),
+    ]
+
+
 def measure(directory: Path, quick: bool, runs: int) -> list[Figure]:
     """All figures of this benchmark."""
     model, optimizer = make_state(quick)
@@ -191,6 +214,7 @@ def measure(directory: Path, quick: bool, runs: int) -> list[Figure]:
         median_of("plain read, cold", reads, "s"),
         median_of("restore, cold", restores, "s"),
         median_of("restore / plain read", read_ratios, "x", reach=1.25),
+        *many_small(directory / "small", runs),
     ]
 
 
