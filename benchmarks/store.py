@@ -13,136 +13,39 @@ other disks, a store over a network, several ranks.
 from __future__ import annotations
 
 import argparse
-import gc
-import mmap
-import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import everystep
+from benchmarks.common import (
+    MIB,
+    forget,
+    make_state,
+    page_aligned,
+    peak_added_bytes,
+    plain_read,
+    plain_write,
+    remove,
+    timed,
+)
 from benchmarks.figures import Figure, finish, median_of
 
-CHUNK_BYTES = 16 << 20
-MIB = 1 << 20
-SETTLE_S = 3.0
-
-
-def make_state(quick: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A GPT-2 small in shape, and AdamW with its slots made."""
-    layers, width, vocabulary = (12, 768, 50_304) if not quick else (4, 512, 24_576)
-    block = torch.nn.TransformerEncoderLayer(width, width // 64, 4 * width, batch_first=True)
-    model = torch.nn.Sequential(
-        torch.nn.Embedding(vocabulary, width),
-        torch.nn.TransformerEncoder(block, layers, enable_nested_tensor=False),
-    )
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
-
-
-def timed(action: Callable[[], object]) -> float:
-    """Seconds that an action takes."""
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
-
-
-def plain_write(path: Path, data: memoryview, direct: bool) -> float:
-    """Seconds to write a new file in large pieces and fsync it."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | (os.O_DIRECT if direct else 0)
-
-    def write() -> None:
-        fd = os.open(path, flags)
-        try:
-            for start in range(0, len(data), CHUNK_BYTES):
-                piece = data[start : start + CHUNK_BYTES]
-                while piece:
-                    piece = piece[os.write(fd, piece) :]
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-    return timed(write)
-
-
-def plain_read(path: Path) -> float:
-    """Seconds to read a file into new memory."""
-
-    def read() -> None:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            into = memoryview(np.empty(os.fstat(fd).st_size, dtype=np.uint8))
-            done = 0
-            while done < len(into):
-                done += os.preadv(fd, [into[done : done + CHUNK_BYTES]], done)
-        finally:
-            os.close(fd)
-
-    return timed(read)
-
-
-def forget(directory: Path) -> None:
-    """Drop the pages of all files below a directory from memory."""
-    for path in directory.rglob("*"):
-        if path.is_file() and path.name != "owner.lock":
-            fd = os.open(path, os.O_RDONLY)
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
-
-
-def remove(path: Path) -> None:
-    """Remove a file or folder, and let the disk finish with it: freeing large files goes on for
-    seconds in the background on some file systems, and would be counted to the next write."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)
-    os.sync()
-    time.sleep(SETTLE_S)
-
-
-def page_aligned(nbytes: int) -> memoryview:
-    """Bytes that are not zero, at an address that O_DIRECT accepts."""
-    view = memoryview(mmap.mmap(-1, nbytes))
-    np.frombuffer(view, dtype=np.uint8)[:] = 7
-    return view
+BLOCKING = everystep.Full(blocking=True)
 
 
 def save_once(
     run: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[float, int]:
     """Seconds that the step() of a new run takes, and how many bytes it writes."""
-    with everystep.Checkpointer(run, model=model, optimizer=optimizer) as ck:
+    with everystep.Checkpointer(run, model=model, optimizer=optimizer, strategy=BLOCKING) as ck:
         ck.restore()
         took_s = timed(ck.step)
         return took_s, ck.stats[-1].written_bytes
-
-
-def resident_bytes(field: str) -> int:
-    """A memory figure of this process from the kernel, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(field)
-
-
-def peak_added_bytes(action: Callable[[], object]) -> int:
-    """How far resident memory rises above what it was before, at most, during an action."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins at what is resident now
-    before = resident_bytes("VmRSS")
-    action()
-    return max(0, resident_bytes("VmHWM") - before)
 
 
 def many_small(directory: Path, runs: int) -> list[Figure]:
@@ -154,7 +57,9 @@ def many_small(directory: Path, runs: int) -> list[Figure]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     cpu_us, added, times = [], [], []
-    with everystep.Checkpointer(directory, model=model, optimizer=optimizer) as ck:
+    with everystep.Checkpointer(
+        directory, model=model, optimizer=optimizer, strategy=BLOCKING
+    ) as ck:
         ck.restore()
         for _ in range(runs):
             before = time.process_time()
@@ -174,7 +79,7 @@ def measure(directory: Path, quick: bool, runs: int) -> list[Figure]:
     nbytes = save_once(directory / "first", model, optimizer)[1]
     shutil.rmtree(directory / "first")
     run, plain = directory / "run", directory / "plain.bin"
-    data = page_aligned(-(-nbytes // 4096) * 4096)
+    data = page_aligned(nbytes)
     times: dict[str, list[float]] = {"save": [], "buffered": [], "direct": []}
     added = []
 
@@ -198,7 +103,9 @@ def measure(directory: Path, quick: bool, runs: int) -> list[Figure]:
         forget(directory)
         reads.append(plain_read(plain))
         forget(directory)
-        with everystep.Checkpointer(run, model=fresh, optimizer=fresh_optimizer) as ck:
+        with everystep.Checkpointer(
+            run, model=fresh, optimizer=fresh_optimizer, strategy=BLOCKING
+        ) as ck:
             restores.append(timed(lambda: ck.restore(required=True)))
     saves, buffered, direct = times["save"], times["buffered"], times["direct"]
     write_s = min(buffered, direct, key=statistics.median)

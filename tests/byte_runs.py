@@ -13,8 +13,10 @@ from everystep.planning.partition import share_of
 from everystep.store import format as fmt
 from everystep.store.durable import SystemCalls
 from everystep.store.format import RankRecord, TimelineRecord
-from everystep.store.full import Part, Source, write_full
+from everystep.store.full import Content, FileLayout, Part, Source, lay_out_files, streamed
+from everystep.store.full import write_part as write_whole_part
 from everystep.store.local import LocalBackend
+from everystep.store.reading import StepReader, locate
 from everystep.store.run import Run
 from everystep.types import Piece, StepRef, TensorSpec, element_count, item_bytes
 
@@ -96,8 +98,14 @@ def write_part(
     tree: Mapping[str, Any] = TREE,
     metrics: Mapping[str, Any] | None = None,
     pieces: Sequence[Piece] | None = None,
+    earlier: Mapping[str, StepRef] | None = None,
 ) -> RankRecord:
-    """Make one rank's part of a step durable."""
+    """Make one rank's part of a step durable.
+
+    Args:
+        earlier: sections that are not written, since they are as this step of the rank has them;
+            their tensors' bytes are not looked at.
+    """
     part = Part(
         ref=ref,
         run=run.id,
@@ -110,15 +118,66 @@ def write_part(
         versions={},
     )
     chosen = pieces_of(tensors, rank, world_size) if pieces is None else pieces
-    return write_full(run.backend, part, [t.source() for t in tensors], chosen)
+    sources = {t.key: t.source() for t in tensors}
+    contents = [
+        stored_earlier(run, layout, (earlier or {})[layout.section], rank)
+        if layout.section in (earlier or {})
+        else streamed(layout, sources)
+        for layout in lay_out_files({t.key: t.spec for t in tensors}, chosen)
+    ]
+    hashes = {t.key: fmt.digest(t.data) for t in tensors}
+    return write_whole_part(run.backend, part, [t.spec for t in tensors], contents, hashes)
 
 
-def write_step(run: Run, ref: StepRef, world_size: int = 1, session: int = 1) -> None:
-    """All ranks' parts of a step with a small state of its own."""
+def stored_earlier(run: Run, layout: FileLayout, step: StepRef, rank: int) -> Content:
+    """A data file that a rank's record of an earlier step has, or refers to."""
+    entry = next(e for e in reversed(run.entries(step)) if any(p.rank == rank for p in e.parts))
+    record = run.record(entry, rank)
+    end = f".{fmt.file_label(layout.section)}.safetensors"
+    index, file = next((i, f) for i, f in enumerate(record.files) if f.name.endswith(end))
+    hashes = {piece.name: piece.xxh3_128 for piece in record.pieces if piece.file == index}
+    place = msgspec.structs.replace(file, step=file.step or step)
+    return Content(layout, [hashes[place.name] for place in layout.places], earlier=place)
+
+
+def write_step(
+    run: Run,
+    ref: StepRef,
+    world_size: int = 1,
+    session: int = 1,
+    earlier: StepRef | None = None,
+) -> None:
+    """All ranks' parts of a step with a small state of its own, or with the model of an earlier one
+    that stores it."""
     for rank in range(world_size):
         write_part(
-            run, ref, small_state(rank, ref), rank=rank, world_size=world_size, session=session
+            run,
+            ref,
+            adapter_state(rank, ref, earlier or ref),
+            rank=rank,
+            world_size=world_size,
+            session=session,
+            earlier={"model": earlier} if earlier else None,
         )
+
+
+def adapter_state(rank: int, ref: StepRef, earlier: StepRef) -> list[Tensor]:
+    """What a rank holds at a step whose model is that of an earlier one."""
+    return small_state(rank, earlier)[:3] + small_state(rank, ref)[3:]
+
+
+def read_back(run: Run, ref: StepRef, rank: int) -> dict[str, bytes]:
+    """All tensors of a rank at a complete step, as restore reads them."""
+    entry = [entry for entry in run.entries(ref) if entry.complete][-1]
+    records = run.records(entry)
+    buffers: dict[str, bytearray] = {}
+
+    def buffer_for(spec: TensorSpec) -> memoryview:
+        buffers[spec.key] = bytearray(spec.nbytes)
+        return memoryview(buffers[spec.key])
+
+    StepReader(run.backend, entry, records).read(locate(records, rank), buffer_for)
+    return {key: bytes(data) for key, data in buffers.items()}
 
 
 class NoSync(SystemCalls):

@@ -18,7 +18,7 @@ from everystep.store.durable import SystemCalls
 from everystep.types import Buffer
 
 NAMES = (
-    *("create", "write_at", "truncate", "sync", "close", "rename", "sync_directory"),
+    *("create", "reopen", "write_at", "truncate", "sync", "close", "rename", "sync_directory"),
     *("make_directory", "unlink", "remove_directory"),
 )
 """The calls of a store, each a place for a fault."""
@@ -96,6 +96,11 @@ class Faults(SystemCalls):
         """Perform or fail."""
         self._before("create", path)
         return super().create(path, flags)
+
+    def reopen(self, path: Path) -> int:
+        """Perform or fail."""
+        self._before("reopen", path)
+        return super().reopen(path)
 
     def write_at(self, fd: int, data: Buffer, offset: int) -> int:
         """Perform, in part where the disk is nearly full, or fail."""

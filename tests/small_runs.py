@@ -17,6 +17,7 @@ from everystep.store.full import Part, Source, write_full
 from everystep.store.local import LocalBackend
 from everystep.store.run import Run
 from everystep.types import Piece, Shard, StepRef, TensorSpec
+from trips import BLOCKING
 
 
 class Said(NamedTuple):
@@ -59,6 +60,7 @@ class Job:
             model=self.model,
             optimizer=self.optimizer,
             extras={"schedule": self.schedule},
+            strategy=BLOCKING,
             retention=everystep.Retention(keep_last=None),
         ) as ck:
             for step in range(ck.restore(start) + 1, upto + 1):

@@ -8,11 +8,14 @@ from typing import Any
 import msgspec
 import torch
 
-from everystep import Checkpointer
+from everystep import Checkpointer, Full
 from everystep.state import capture, raw
 from everystep.state.capture import Misfit, Objects, State
 from everystep.state.form import check_form
 from everystep.types import Json, TensorSpec
+
+BLOCKING = Full(blocking=True)
+"""Steps are durable when `step()` returns: for tests of something else than how they get there."""
 
 
 class Holder:
@@ -73,11 +76,15 @@ def restore(
 
 def save_run(run: Path, model: Any, optimizer: Any = None, extras: Any = None) -> None:
     """Store one step in a new run directory."""
-    with Checkpointer(run, model=model, optimizer=optimizer, extras=extras) as ck:
+    with Checkpointer(
+        run, model=model, optimizer=optimizer, extras=extras, strategy=BLOCKING
+    ) as ck:
         ck.step()
 
 
 def restore_run(run: Path, model: Any, optimizer: Any = None, extras: Any = None) -> int:
     """Restore the newest step of a run directory."""
-    with Checkpointer(run, model=model, optimizer=optimizer, extras=extras) as ck:
+    with Checkpointer(
+        run, model=model, optimizer=optimizer, extras=extras, strategy=BLOCKING
+    ) as ck:
         return ck.restore(required=True)

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from everystep.recovery.load import LoadedState, load
     from everystep.signals import SaveOnSignal
     from everystep.store.retention import Retention
+    from everystep.strategies import Full
     from everystep.types import StepRef, StepStats
 
 __version__ = VERSION
 
 __all__ = [
     "Checkpointer",
+    "Full",
     "LoadedState",
     "Retention",
     "SaveOnSignal",
@@ -30,6 +32,7 @@ __all__ = [
 
 _HOMES = {
     "Checkpointer": "everystep.checkpointer",
+    "Full": "everystep.strategies",
     "LoadedState": "everystep.recovery.load",
     "Retention": "everystep.store.retention",
     "SaveOnSignal": "everystep.signals",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import collections
+import atexit
 import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -17,36 +17,36 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from everystep.agent.client import Agent
+from everystep.agent.memory import Overlay
+from everystep.blocking import Blocking, Facts
 from everystep.errors import (
     EverystepError,
-    Missing,
     NothingToRestore,
     NotRestored,
     RanksDisagree,
-    ReplicasDiffer,
     StoreError,
-    TooManyFailedSteps,
     UsageError,
 )
-from everystep.recovery.agree import on_first_rank
+from everystep.outcomes import Outcomes
+from everystep.recovery.agree import on_first_rank, raise_together
 from everystep.recovery.plan import Plan, plan_restore
 from everystep.recovery.restore import require_fresh, restore
-from everystep.saving import Writer, encoded_metrics, save, versions
+from everystep.saving import encoded_metrics, versions
 from everystep.signals import SaveOnSignal, SignalHold
+from everystep.staged import Staged
 from everystep.state.capture import Objects, capture
 from everystep.state.ranks import Ranks
+from everystep.stats import StepLog
 from everystep.store import format as fmt
 from everystep.store.local import LocalBackend
-from everystep.store.records import require_run_or_empty, write_record
+from everystep.store.records import require_run_or_empty
 from everystep.store.retention import Retention, Upkeep
-from everystep.store.run import Run, StepEntry, now
+from everystep.store.run import Run, StepEntry
+from everystep.strategies import Full
 from everystep.types import Json, StepRef, StepStats
 
 _log = logging.getLogger("everystep")
-
-_STATS_KEPT = 10_000
-_LATE_STEPS = 8
-"""After so many steps that some rank has not stored, say so."""
 
 
 class Checkpointer:
@@ -65,6 +65,7 @@ class Checkpointer:
             `load_state_dict` (schedules, scalers, loaders, averages), dicts of plain values,
             `random.Random`, `numpy.random.Generator`, `torch.Generator`. The global generators of
             Python, NumPy and torch are always included.
+        strategy: how checkpoints are taken; `auto` is `Full()`.
         retention: which checkpoints to keep; by default the newest three.
         on_error: what to do when a step cannot be stored. `report` logs an error, notes it in
             `stats`, lets training go on, and tries again at the next step; `raise` raises.
@@ -84,25 +85,27 @@ class Checkpointer:
         model: nn.Module | Mapping[str, nn.Module],
         optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
         extras: Mapping[str, Any] | None = None,
+        strategy: Full | Literal["auto"] = "auto",
         retention: Retention = Retention(),  # noqa: B008 - immutable
         on_error: Literal["report", "raise"] = "report",
         max_failed_steps: int | None = None,
         on_signal: SaveOnSignal | None = None,
     ) -> None:
-        if on_error not in ("report", "raise"):
-            raise UsageError(f"on_error={on_error!r}: neither 'report' nor 'raise'")
+        self._outcomes = Outcomes(on_error, max_failed_steps)
+        self._options = Full() if strategy == "auto" else strategy
+        if not isinstance(self._options, Full):
+            raise UsageError(f"strategy={strategy!r}: neither 'auto' nor everystep.Full(…)")
         self._objects = Objects.of(model, optimizer, extras)
         self._retention = retention
-        self._on_error, self._max_failed_steps = on_error, max_failed_steps
-        self._stats: collections.deque[StepStats] = collections.deque(maxlen=_STATS_KEPT)
+        self._log = StepLog()
         self._ranks = Ranks.here()
+        self._agent: Agent | None = None
         self._session: _Session | None = None
         self._done = 0
         self._closed = False
-        self._failed_in_a_row = 0
         self._share_replicas = True
         self._refuse_early()
-        self._path = Path(run)
+        self._path, self._pid = Path(run), os.getpid()
         with contextlib.ExitStack() as owned:
             backend = LocalBackend.made(self._path)
             require_run_or_empty(backend)
@@ -112,6 +115,7 @@ class Checkpointer:
                 owned.callback(self._signal.close)
             self._backend = backend
             self._owned = owned.pop_all()
+        atexit.register(self.close)
 
     def _refuse_early(self) -> None:
         """Find what cannot be stored now, not at the first step. A data loader is not asked: its
@@ -156,16 +160,21 @@ class Checkpointer:
             raise RanksDisagree("ranks called restore() differently", found=asked)
         self._end_session()
         run = self._open_run()
-        plan = self._plan(run, step)
+        self._settle(run)
         entry: StepEntry | None = None
-        if plan.candidates:
-            entry = restore(run, plan, self._objects, self._ranks, strict=strict)
-        elif required:
-            raise NothingToRestore(
-                "the run has no step yet, and required=True",
-                path=self._path,
-                hint="check the path, or call restore() to begin a fresh run",
-            )
+        with contextlib.closing(self._in_memory(run)) as overlay:
+            seen = Run(overlay, fmt.RunRecord(run=run.id, created=""))
+            plan = self._plan(seen, step)
+            if plan.candidates:
+                entry = restore(
+                    seen, plan, self._objects, self._ranks, strict=strict, lend=overlay.lend
+                )
+            elif required:
+                raise NothingToRestore(
+                    "the run has no step yet, and required=True",
+                    path=self._path,
+                    hint="check the path, or call restore() to begin a fresh run",
+                )
         self._begin(run, plan, entry)
         if entry is None:
             _log.info("%s: a fresh run, nothing to restore", self._path)
@@ -189,6 +198,29 @@ class Checkpointer:
             )
         return Run(self._backend, fmt.RunRecord(run=first, created=""))
 
+    def _settle(self, run: Run) -> None:
+        """Have an agent, and let all ranks' agents finish what they hold: the next session's
+        first act is to clean up what earlier ones have left unfinished."""
+        agent, rank = self._agent, self._ranks.rank
+        error: EverystepError | None = None
+        try:
+            if agent is None and self._options.blocking:
+                agent = Agent.left_behind(self._path.absolute(), run.id, rank)
+            elif agent is None:
+                agent = Agent(self._path.absolute(), run.id, rank)
+            if agent is not None:
+                unsaved = agent.settle()
+                if unsaved:
+                    _log.error("%s: in memory only, since the store refuses it", unsaved[0])
+        except EverystepError as failure:
+            error = failure
+        self._agent = agent
+        raise_together(self._ranks, error)
+
+    def _in_memory(self, run: Run) -> Overlay:
+        """The store, with what agents on this host hold in memory before it."""
+        return Overlay(self._backend, run.id, range(self._ranks.world_size))
+
     def _plan(self, run: Run, step: int | StepRef | None) -> Plan:
         def decide() -> Json:
             listing = run.listing()
@@ -202,7 +234,6 @@ class Checkpointer:
     def _begin(self, run: Run, plan: Plan, entry: StepEntry | None) -> _Session:
         """Begin a session: a writer of steps after the restored one, and of no other."""
         restored = None if entry is None else entry.ref
-
         size = self._ranks.world_size
 
         def begin() -> Json:
@@ -213,13 +244,6 @@ class Checkpointer:
 
         number: int = on_first_rank(self._ranks, begin)
         listing = run.listing()
-
-        def write_again() -> None:
-            for record in listing.timelines.values():
-                write_record(self._backend, fmt.timeline_file(record.name), record)
-            run.begin_session(number, plan.timeline, size, restored, versions())
-            write_record(self._backend, fmt.RUN_FILE, fmt.RunRecord(run=run.id, created=now()))
-
         if entry is not None and entry.world_size > 1:  # once they differ, they stay different
             self._share_replicas = any(part.replica for part in entry.parts)
         pinned = {t.parent for t in listing.timelines.values() if t.parent is not None}
@@ -227,13 +251,34 @@ class Checkpointer:
             pinned.add(restored)
         timeline = plan.timeline.name
         known = [e for e in listing.steps if e.ref.timeline == timeline and e.session < number]
-        upkeep = Upkeep(run, self._retention, self._ranks.rank, known, pinned)
-        self._session = _Session(run, number, timeline, upkeep, write_again)
+        facts = Facts(run, number, timeline, run.identity(number), self._share_replicas)
         self._done = 0 if restored is None else restored.step
+        self._log.forget_progress()
+        self._session = self._writer(facts, known, sorted(pinned))
         return self._session
 
+    def _writer(
+        self, facts: Facts, known: Sequence[StepEntry], pinned: Sequence[StepRef]
+    ) -> _Session:
+        agent, objects, ranks = self._agent, self._objects, self._ranks
+        log, outcomes = self._log, self._outcomes
+        if self._options.blocking or agent is None:
+            if agent is not None:
+                self._agent = None
+                agent.close()
+            upkeep = Upkeep(facts.run, self._retention, ranks.rank, known, pinned)
+            return Blocking(facts, objects, ranks, upkeep, self._done, log, outcomes)
+        return Staged(
+            facts, objects, ranks, agent, self._options, self._retention, known, pinned,
+            self._done, log, outcomes,
+        )  # fmt: skip
+
     def step(self, **metrics: float | int | str | bool | torch.Tensor) -> None:
-        """End a training step: make the state durable. Returns when this rank's part is.
+        """End a training step: its state is to be stored.
+
+        With `Full()` it returns while the state is being copied beside training; the first step of
+        a process, and one that a signal has been held back for, are copied before it returns. With
+        `Full(blocking=True)` it returns when this rank's part of the step is durable.
 
         Args:
             metrics: numbers, strings or one-element tensors to record with the step.
@@ -242,31 +287,19 @@ class Checkpointer:
             NotRestored: the run has steps, or there are several ranks, and `restore()` was not
                 called.
             Unsupported: something in the state cannot be stored exactly.
-            StoreError: the step could not be stored, and `on_error="raise"`.
+            StoreError: this step, or one before it, could not be stored, and `on_error="raise"`.
             ReplicasDiffer: ranks hold different bits, and `on_error="raise"`.
             TooManyFailedSteps: `max_failed_steps` was reached.
         """
-        started = time.perf_counter()
         session = self._session or self._begin_without_restore()
         recorded = encoded_metrics(metrics)
         self._done += 1
         ref = StepRef(session.timeline, self._done)
-        written_bytes, durable, problem = 0, False, None
         try:
-            written_bytes = self._store(session, ref, recorded)
-            durable, self._failed_in_a_row = True, 0
-            self._look_after(session, ref)
-        except StoreError as error:
-            problem = error.headline()
-            self._not_stored(ref, error)
+            session.step(ref, recorded)
+            if self._signal is not None and self._signal.held:
+                session.flush()
         finally:
-            stall_s = time.perf_counter() - started
-            self._stats.append(
-                StepStats(
-                    step=ref.step, stall_s=stall_s, written_bytes=written_bytes,
-                    durable=durable, error=problem,
-                )
-            )  # fmt: skip
             if self._signal is not None:
                 self._signal.step_ended()
 
@@ -277,6 +310,7 @@ class Checkpointer:
                 hint="call restore() on every rank before the first step()",
             )
         run = self._open_run()
+        self._settle(run)
         plan = self._plan(run, None)
         if plan.candidates:
             raise NotRestored(
@@ -285,63 +319,10 @@ class Checkpointer:
             )
         return self._begin(run, plan, None)
 
-    def _store(self, session: _Session, ref: StepRef, metrics: dict[str, Json]) -> int:
-        if self._ranks.rank == 0:
-            session.keep_identity()
-        writer = Writer(session.run.id, session.number, self._ranks, self._share_replicas)
-        state = capture(self._objects, self._ranks.world_size)
-        return save(self._backend, writer, ref, state, metrics)
-
-    def _not_stored(self, ref: StepRef, problem: StoreError) -> None:
-        """Say so, and raise where the user wants that."""
-        self._failed_in_a_row += 1
-        _log.error(
-            "step %s is not stored: %s; training goes on, and the next step tries again "
-            "(%d in a row failed)", ref, problem.headline(), self._failed_in_a_row,
-        )  # fmt: skip
-        if self._on_error == "raise":
-            raise problem
-        limit = self._max_failed_steps
-        if limit is not None and self._failed_in_a_row >= limit:
-            raise TooManyFailedSteps(
-                f"{self._failed_in_a_row} steps in a row could not be stored",
-                step=ref,
-                hint=problem.hint,
-            ) from problem
-
-    def _look_after(self, session: _Session, ref: StepRef) -> None:
-        """Retention, and a look at the other ranks; never a reason to end training by itself."""
-        try:
-            waiting = session.upkeep.after_step(ref, session.number)
-        except StoreError as error:
-            _log.error("old checkpoints could not be removed: %s", error.headline())
-            return
-        diverged = next((entry for entry in waiting if entry.diverged), None)
-        if diverged is not None and self._share_replicas:
-            self._share_replicas = False
-            problem = ReplicasDiffer(
-                "ranks hold different bits of parameters or slots that must be alike; "
-                "from now on every rank stores its own",
-                step=diverged.ref,
-                hint="docs/exactness.md says which operations of torch are not bit-stable",
-            )
-            _log.error("%s", problem.headline())
-            if self._on_error == "raise":
-                raise problem
-        late = [entry for entry in waiting if entry.missing_ranks]
-        if len(late) >= _LATE_STEPS and len(late) % _LATE_STEPS == 0:
-            _log.warning(
-                "step %s is not complete: nothing of rank %s yet; does every rank call step()?",
-                late[0].ref, ", ".join(map(str, late[0].missing_ranks)),
-            )  # fmt: skip
-
     def _end_session(self) -> None:
         session, self._session = self._session, None
         if session is not None:
-            try:
-                session.upkeep.close()
-            except StoreError as error:
-                _log.error("old checkpoints could not be removed: %s", error.headline())
+            session.close()
 
     def steps(self) -> list[int]:
         """The steps that can be restored by number, on the current timeline and what led to it."""
@@ -356,13 +337,30 @@ class Checkpointer:
     @property
     def stats(self) -> Sequence[StepStats]:
         """What each step of this process cost, oldest first (the last 10,000)."""
-        return tuple(self._stats)
+        if self._session is not None:
+            self._session.refresh()
+        return self._log.all()
 
     def close(self) -> None:
-        """Give up the run. Every step is durable already; calling it twice is no error."""
+        """Make every staged step durable, and give up the run. Calling it twice is no error.
+
+        Raises:
+            StoreError, TooManyFailedSteps, ReplicasDiffer: as `step` does, of what became of the
+                last steps; all is given up before.
+        """
+        if os.getpid() != self._pid:  # a forked child has none of our threads
+            return
         self._closed = True
+        atexit.unregister(self.close)
+        session = self._session
         self._end_session()
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            agent.close()
+            agent.listen(lambda message: None)  # no circle may keep the user's objects
         self._owned.close()
+        if session is not None:
+            session.hear()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -373,23 +371,9 @@ class Checkpointer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        with contextlib.suppress(*([] if error is None else [EverystepError])):  # it was logged
+            self.close()
 
 
-class _Session:
-    """From one restore to the next, or to the end: who writes, and where to."""
-
-    def __init__(
-        self, run: Run, number: int, timeline: str, upkeep: Upkeep, write_again: Callable[[], None]
-    ) -> None:
-        self.run, self.number, self.timeline, self.upkeep = run, number, timeline, upkeep
-        self._write_again = write_again
-
-    def keep_identity(self) -> None:
-        """Make sure that the directory is still that of a run: steps in one that somebody has
-        emptied could never be restored."""
-        try:
-            self.run.backend.size(fmt.RUN_FILE)
-        except Missing:
-            _log.warning("%s is gone, and any steps with it: written again", fmt.RUN_FILE)
-            self._write_again()
+_Session = Blocking | Staged
+"""From one restore to the next, or to the end: who writes, and where to."""

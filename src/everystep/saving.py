@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from everystep.errors import UsageError
-from everystep.planning.partition import share_of
+from everystep.planning.partition import pieces_of
 from everystep.state import raw
 from everystep.state.capture import State
 from everystep.state.ranks import Ranks
@@ -22,10 +22,7 @@ from everystep.store.run import now
 from everystep.types import (
     VERSION,
     Json,
-    Piece,
     StepRef,
-    TensorSpec,
-    item_bytes,
     join_key,
 )
 
@@ -61,29 +58,22 @@ def save(
         versions=versions(),
     )
     shared = writer.share_replicas and ranks.world_size > 1
-    sources = [_source(held, shared) for held in state.held.values()]
-    record = write_full(backend, part, sources, _pieces([s.spec for s in sources], ranks))
+    sources = [source_of(held, shared=shared) for held in state.held.values()]
+    pieces = pieces_of([source.spec for source in sources], ranks.rank, ranks.world_size)
+    record = write_full(backend, part, sources, pieces)
     return sum(file.nbytes for file in record.files)
 
 
-def _source(held: Held, shared: bool) -> Source:
+def source_of(held: Held, *, shared: bool) -> Source:
+    """A tensor as the store takes it.
+
+    Args:
+        shared: whether ranks divide what they hold alike.
+    """
     spec = held.spec
     if spec.replicated and not shared:
         spec = msgspec.structs.replace(spec, replicated=False)
     return Source(spec, lambda start, stop: raw.host_chunks(held.tensor, start, stop))
-
-
-def _pieces(specs: Sequence[TensorSpec], ranks: Ranks) -> list[Piece]:
-    """What this rank stores: all of its own tensors, and its share of the replicated ones."""
-    own = [Piece(spec.key, 0, spec.elements) for spec in specs if not spec.replicated]
-    shared = sorted((spec for spec in specs if spec.replicated), key=lambda spec: spec.key)
-    extents = share_of(
-        [spec.elements for spec in shared],
-        [item_bytes(spec.dtype) or 1 for spec in shared],
-        ranks.rank,
-        ranks.world_size,
-    )
-    return own + [Piece(shared[e.position].key, e.start, e.stop) for e in extents]
 
 
 def encoded_metrics(metrics: Mapping[str, Any]) -> dict[str, Json]:

@@ -91,6 +91,11 @@ class SignalHold:
             if not ready and self._take():
                 self._expire()
 
+    @property
+    def held(self) -> bool:
+        """Whether a signal is being held back."""
+        return self._held
+
     def _take(self) -> bool:
         """Whether there is a held signal that is the caller's to send on."""
         with self._guard:

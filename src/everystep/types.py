@@ -146,17 +146,33 @@ class Piece(Struct, frozen=True):
 
 
 class StepStats(Struct, frozen=True, kw_only=True):
-    """What one call of `step()` cost and did."""
+    """What one step cost and what became of it. Some of it is known only later."""
 
     step: int
     stall_s: float
-    """Seconds by which the call lengthened the training step."""
+    """Seconds by which the library lengthened the training step; the sum of the next three."""
+    snapshot_s: float = 0.0
+    """Copying what was about to be overwritten."""
+    staging_s: float = 0.0
+    """Waiting for room in staging memory."""
+    bookkeeping_s: float = 0.0
+    """All else that the training thread was made to do."""
+    copied_bytes: int = 0
+    """Bytes brought to staging memory for this step."""
     written_bytes: int
     """Bytes this rank made durable."""
+    staged: bool = False
+    """Whether this rank's part of the step has left this process."""
     durable: bool
     """Whether this rank's part of the step is on the store."""
+    staged_lag_steps: int = 0
+    """When `step()` returned, the newest staged step was so many steps behind."""
+    durable_lag_steps: int = 0
+    """When `step()` returned, the newest durable step was so many steps behind."""
     error: str | None = None
-    """What went wrong, where it is not durable."""
+    """What went wrong, where it is not staged or not durable."""
+    deviation: str | None = None
+    """Where the step was more than 20 % away from what the ones before let expect."""
 
 
 def join_key(*parts: str) -> str:

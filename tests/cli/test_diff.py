@@ -17,6 +17,7 @@ from everystep.recovery.compare import difference_of
 from everystep.state import raw
 from everystep.store.local import LocalBackend
 from small_runs import Said, flip
+from trips import BLOCKING
 
 Cli = Callable[..., Said]
 
@@ -152,7 +153,11 @@ def test_other_tensors_forms_and_values(cli: Cli, tmp_path: Path) -> None:
     ):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1 if name == "a" else 0.2)
         with everystep.Checkpointer(
-            tmp_path / name, model=model, optimizer=optimizer, extras={"e": value}
+            tmp_path / name,
+            model=model,
+            optimizer=optimizer,
+            extras={"e": value},
+            strategy=BLOCKING,
         ) as ck:
             ck.step()
     status, found = differences(cli, tmp_path / "a", "1", "--with", tmp_path / "b")
@@ -173,7 +178,9 @@ def test_other_tensors_forms_and_values(cli: Cli, tmp_path: Path) -> None:
 def test_many_differences_are_cut_for_people_only(cli: Cli, tmp_path: Path) -> None:
     model = torch.nn.Linear(1, 1)
     extra: dict[str, Any] = {f"k{i}": i for i in range(70)}
-    with everystep.Checkpointer(tmp_path / "r", model=model, extras={"e": extra}) as ck:
+    with everystep.Checkpointer(
+        tmp_path / "r", model=model, extras={"e": extra}, strategy=BLOCKING
+    ) as ck:
         ck.step()
         extra.update({key: value + 1 for key, value in extra.items()})
         ck.step()

@@ -21,6 +21,7 @@ import everystep
 from everystep.state import raw
 from everystep.store import durable
 from small_runs import WHOLE, Job, Said, flip
+from trips import BLOCKING
 
 Cli = Callable[..., Said]
 
@@ -95,7 +96,7 @@ class Tied(nn.Module):
 
 def tied_run(path: Path, model: nn.Module, steps: int = 2) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with everystep.Checkpointer(path, model=model, optimizer=optimizer) as ck:
+    with everystep.Checkpointer(path, model=model, optimizer=optimizer, strategy=BLOCKING) as ck:
         for step in range(steps):
             tied_step(model, optimizer, step)
             ck.step()
@@ -147,7 +148,9 @@ def test_sharded_tensors_are_whole_and_own_ones_are_the_ranks(
 def test_several_models_and_optimizers(cli: Cli, tmp_path: Path) -> None:
     models = {"g": nn.Linear(2, 2), "d": nn.Linear(2, 1)}
     optimizers = {n: torch.optim.AdamW(m.parameters(), lr=0.1) for n, m in models.items()}
-    with everystep.Checkpointer(tmp_path / "run", model=models, optimizer=optimizers) as ck:
+    with everystep.Checkpointer(
+        tmp_path / "run", model=models, optimizer=optimizers, strategy=BLOCKING
+    ) as ck:
         for name, model in models.items():
             model(torch.ones(1, 2)).sum().backward()
             optimizers[name].step()
@@ -169,7 +172,7 @@ def test_several_models_and_optimizers(cli: Cli, tmp_path: Path) -> None:
 def test_what_safetensors_cannot_say_is_refused(cli: Cli, tmp_path: Path) -> None:
     model = nn.Module()
     model.wave = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    with everystep.Checkpointer(tmp_path / "run", model=model) as ck:
+    with everystep.Checkpointer(tmp_path / "run", model=model, strategy=BLOCKING) as ck:
         ck.step()
     said = cli("export", tmp_path / "run", "--to", tmp_path / "x.safetensors")
     assert said.status == 2
@@ -232,7 +235,7 @@ class Counting(nn.Linear):
 def test_extra_state_of_modules_is_in_a_pt_file(cli: Cli, tmp_path: Path) -> None:
     model = nn.Sequential(Counting(2, 2))
     model[0].calls = 41
-    with everystep.Checkpointer(tmp_path / "run", model=model) as ck:
+    with everystep.Checkpointer(tmp_path / "run", model=model, strategy=BLOCKING) as ck:
         ck.step()
     export(cli, tmp_path / "run", "--to", tmp_path / "x.pt")
     other = nn.Sequential(Counting(2, 2))

@@ -12,6 +12,7 @@ from everystep.store.format import step_directory
 from everystep.store.run import Run
 from everystep.types import StepRef
 from small_runs import Job, Said, flip, write_part
+from trips import BLOCKING
 
 Cli = Callable[..., Said]
 
@@ -134,19 +135,21 @@ def test_what_is_damaged_set_aside_or_strange(cli: Cli, healthy: Path) -> None:
     assert states(listed) == {"main:1": "damaged", "main:3": "complete"}
     (aside,) = listed["set_aside"]
     assert (aside["step"], aside["path"]) == ("main:3", "damaged/main/000000000003")
-    assert (aside["files"], aside["size_bytes"] > 1000) == (3, True)
+    assert (aside["files"], aside["size_bytes"] > 1000) == (4, True)
     assert listed["unrecorded"] == ["steps/main/000000000002/s000001-r00000of00001"]
     assert listed["strangers"] == ["notes.txt"]
     (damage,) = listed["damages"]
     assert damage.startswith("sessions/000009.json")
     plain = cli("ls", healthy).out
-    assert "set aside, it failed its proof: main:3 in damaged/main/000000000003 (3 files" in plain
+    assert "set aside, it failed its proof: main:3 in damaged/main/000000000003 (4 files" in plain
     assert all(word in plain for word in ("notes.txt", "sessions/000009.json", "no record"))
 
 
 def test_metrics_that_are_not_finite(cli: Cli, run_dir: Path) -> None:
     job = Job()
-    with everystep.Checkpointer(run_dir, model=job.model, optimizer=job.optimizer) as ck:
+    with everystep.Checkpointer(
+        run_dir, model=job.model, optimizer=job.optimizer, strategy=BLOCKING
+    ) as ck:
         job.train(1)
         ck.step(loss=math.nan, low=-math.inf, word="a\x1bb", many=2**70, flag=True)
     (row,) = cli("ls", run_dir, "--json").json["steps"]

@@ -10,11 +10,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import everystep
 from everystep.cli import main
 from everystep.errors import UsageError
+from everystep.store.local import LocalBackend
+from everystep.store.measured import Measure, MeasuredBy, write_measures
 from everystep.store.run import Run
 from small_runs import Said
 
@@ -27,8 +30,14 @@ COMMANDS: dict[str, list[str]] = {
     "diff": ["1", "2"],
     "export": ["--to", "target.pt"],
     "prune": ["--yes"],
+    "report": [],
 }
 """Each command that takes a run, with what else it needs."""
+
+PLAN = [
+    *("--state", "2GB", "--forward", "0.1", "--backward", "0.2", "--update", "0.05"),
+    *("--d2h", "20GB/s", "--storage", "1GB/s"),
+]
 
 
 def python(code: str, *words: object, **more: object) -> subprocess.CompletedProcess[str]:
@@ -50,10 +59,10 @@ def test_version(cli: Cli) -> None:
 def test_without_a_command_the_help_is_printed_and_it_is_wrong_use(cli: Cli) -> None:
     said = cli()
     assert said.status == 2
-    assert all(name in said.out for name in [*COMMANDS, "demo"])
+    assert all(name in said.out for name in [*COMMANDS, "demo", "plan"])
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, "demo"])
+@pytest.mark.parametrize("name", [*COMMANDS, "demo", "plan"])
 def test_every_command_explains_itself_with_an_example(cli: Cli, name: str) -> None:
     status, out, err = cli(name, "--help")
     assert (status, err) == (0, "")
@@ -238,6 +247,8 @@ print(status, sorted(heavy), file=sys.stderr)
         (["verify", "{}"], []),
         (["prune", "{}", "--keep-last", "1", "--yes"], []),
         (["diff", "{}", "1", "2", "--help"], ["rich"]),
+        (["report", "--help"], ["rich"]),
+        (["plan", "full", *PLAN], []),
     ],
     ids=" ".join,
 )
@@ -246,6 +257,18 @@ def test_nothing_heavy_is_imported_for_light_work(
 ) -> None:
     done = python(_WITHOUT, *(word.format(healthy) for word in words))
     assert done.stderr == f"0 {loaded}\n"
+
+
+def test_nothing_heavy_is_imported_for_a_report(
+    healthy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    needed = [field.name for field in msgspec.structs.fields(Measure) if field.required]
+    zeros = dict.fromkeys(needed, 0) | {"timeline": "main", "step": 1}
+    measure = Measure(**zeros)  # type: ignore[arg-type]
+    write_measures(LocalBackend(healthy), MeasuredBy(1, 0, 1), [measure])
+    done = python(_WITHOUT, "report", healthy)
+    assert done.stderr == "0 []\n"
 
 
 def test_the_heavy_check_sees_torch(healthy: Path) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+import byte_runs
 import everystep
 from everystep.store import local
 from everystep.store.local import LocalBackend
 from everystep.store.run import Run
+from everystep.types import StepRef
 from small_runs import Job, Said, flip, write_part
 
 Cli = Callable[..., Said]
@@ -38,7 +40,9 @@ def steps(run: Path) -> list[str]:
 def test_a_dry_run_says_and_removes_nothing(cli: Cli, forked: Path) -> None:
     before = files(forked)
     told = pruned(cli, forked, "--keep-last", "1", "--dry-run")
-    assert list(told) == ["path", "done", "freed_bytes", "removed", "kept", "proved"]
+    assert list(told) == [
+        "path", "done", "freed_bytes", "removed", "kept", "spared", "proved",
+    ]  # fmt: skip
     assert files(forked) == before
     assert (told["done"], told["proved"]) == (False, [])
     assert [(r["kind"], r["step"], r["session"]) for r in told["removed"]] == [
@@ -124,15 +128,44 @@ def test_records_go_first_and_old_steps_before_new(
     gone: list[str] = []
     original = LocalBackend.delete
 
-    def recorded(self: LocalBackend, name: str) -> None:
+    def recorded(self: LocalBackend, name: str, *, reuse: bool = False) -> None:
+        assert not reuse, "nobody writes after it"
         gone.append(name)
         original(self, name)
 
     monkeypatch.setattr(LocalBackend, "delete", recorded)
     pruned(cli, healthy, "--keep-last", "1", "--yes")
     assert [name.split("/")[2][-1] + name[-5:] for name in gone] == [
-        "1.json", "1nsors", "1nsors", "2.json", "2nsors", "2nsors",
+        *["1.json", "1nsors", "1nsors", "1nsors"], *["2.json", "2nsors", "2nsors", "2nsors"],
     ]  # fmt: skip
+
+
+def test_what_is_referred_to_stays_and_is_named(cli: Cli, tmp_path: Path) -> None:
+    run = byte_runs.new_run(tmp_path / "run", calls=byte_runs.NoSync())
+    for step in range(1, 8):
+        earlier = {5: 1, 6: 1, 7: 4}.get(step)
+        byte_runs.write_step(
+            run, StepRef("main", step), earlier=StepRef("main", earlier) if earlier else None
+        )
+    before = files(tmp_path / "run")
+    words = (tmp_path / "run", "--keep-last", "3")
+    told = pruned(cli, *words, "--dry-run")
+    assert told["kept"] == ["main:1", "main:4", "main:5", "main:6", "main:7"]
+    assert told["spared"] == [
+        {"step": "main:1", "referred_by": ["main:5", "main:6"]},
+        {"step": "main:4", "referred_by": ["main:7"]},
+    ]
+    plain = cli("prune", *words, "--yes").out.splitlines()
+    assert plain[-3:-1] == [
+        "main:1 stays, since its files are needed: main:5 to 6 refer to them",
+        "main:4 stays, since its files are needed: main:7 refers to them",
+    ]
+    gone = [name for removal in told["removed"] for name in removal["files"]]
+    assert before.keys() - files(tmp_path / "run").keys() == set(gone)
+    assert cli("verify", tmp_path / "run").status == 0
+    last = pruned(cli, tmp_path / "run", "--keep-last", "1", "--yes")
+    assert [r["step"] for r in last["removed"]] == ["main:5", "main:6", "main:1"]
+    assert steps(tmp_path / "run") == ["main:4", "main:7"]
 
 
 def test_leftovers_of_crashes(cli: Cli, two: Path) -> None:
@@ -228,6 +261,6 @@ def test_plain_text(cli: Cli, healthy: Path) -> None:
     said = cli("prune", healthy, "--keep-last", "2", "--yes")
     head, row, summary = said.out.splitlines()
     assert head.split() == ["removed", "because", "files", "size"]
-    assert row.startswith("main:1   no rule keeps it      3  ")
+    assert row.startswith("main:1   no rule keeps it      4  ")
     assert summary.endswith(" freed; 2 complete steps stay, main:3 proved before")
     assert cli("prune", healthy, "--yes").out == "nothing to remove; 2 complete steps stay\n"

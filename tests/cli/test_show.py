@@ -98,7 +98,7 @@ def test_plain_text(cli: Cli, forked: Path) -> None:
     ]  # fmt: skip
     table = lines.index(next(line for line in lines if line.startswith("rank ")))
     assert [line.split()[-1].rpartition(".")[2] for line in lines[table + 1 :]] == [
-        "json", "safetensors", "safetensors",
+        "json", "safetensors", "safetensors", "safetensors",
     ]  # fmt: skip
 
 

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
-from everystep.cli.verify import judge, ranges
+import byte_runs
+from everystep.cli.output import ranges
+from everystep.cli.verify import judge
 from everystep.store.run import Run
+from everystep.types import StepRef
 from small_runs import Said, flip, write_part
 
 Cli = Callable[..., Said]
@@ -124,6 +127,26 @@ def test_records_of_the_run_and_what_does_not_belong(cli: Cli, healthy: Path) ->
     status, verdict = judged(cli, healthy)
     assert status == 0
     assert [(f["level"], f["path"]) for f in verdict["findings"]] == [("note", "notes.txt")]
+
+
+def test_what_several_steps_refer_to_is_read_once(cli: Cli, tmp_path: Path) -> None:
+    run = byte_runs.new_run(tmp_path / "run", calls=byte_runs.NoSync())
+    first = StepRef("main", 1)
+    byte_runs.write_step(run, first)
+    alone = judged(cli, tmp_path / "run")[1]["read_bytes"]
+    for step in (2, 3):
+        byte_runs.write_step(run, StepRef("main", step), earlier=first)
+    state = {t.key: len(t.data) for t in byte_runs.small_state()}
+    slots = state["/optimizers/optimizer/state/exp"]
+    status, verdict = judged(cli, tmp_path / "run")
+    assert (status, verdict["whole"]) == (0, ["main:1", "main:2", "main:3"])
+    assert (alone, verdict["read_bytes"]) == (sum(state.values()), alone + 2 * slots)
+    assert judged(cli, tmp_path / "run", "--step", "3")[1]["read_bytes"] == alone
+    file = flip(tmp_path / "run", "steps/main/*1/*.model.safetensors", -1)
+    status, verdict = judged(cli, tmp_path / "run")
+    assert (status, verdict["damaged"]) == (1, ["main:1", "main:2", "main:3"])
+    names = {finding["path"] for finding in verdict["findings"]}
+    assert names == {str(file.relative_to(tmp_path / "run"))}
 
 
 def test_what_retention_removes_meanwhile_is_no_damage(healthy: Path) -> None:

@@ -3,13 +3,15 @@
 The model is as hostile as POSIX allows: bytes of a file count once the file has been fsynced, names
 in a directory once the directory has been fsynced, and until then each of them may be there or not,
 in any combination. A file whose name survived and whose bytes did not is empty, zero, cut, or holds
-something else. Only a rename within one directory is taken to happen whole or not at all.
+something else; one that was written over, parts of what it held before, too. Only a rename within
+one directory is taken to happen whole or not at all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import random
 import shutil
 import threading
@@ -49,6 +51,7 @@ class Recorder(SystemCalls):
         self.dies_after: int | None = None
         """How many calls (notes too) are in the log when the process dies; None: it lives."""
         self._files: dict[int, int] = {}
+        self._inodes: dict[int, int] = {}
         self._numbers = itertools.count(1)
         self._guard = threading.Lock()
         self.log: list[Call] = []
@@ -74,8 +77,17 @@ class Recorder(SystemCalls):
         name = self._name(path)
         fd = super().create(path, flags)
         with self._guard:
-            self._files[fd] = next(self._numbers)
+            self._files[fd] = self._inodes[os.fstat(fd).st_ino] = next(self._numbers)
         self._add(Call("create", name, file=self._files[fd]))
+        return fd
+
+    def reopen(self, path: Path) -> int:
+        """Perform and record; what is written then goes into the file that has been there."""
+        name = self._name(path)
+        fd = super().reopen(path)
+        with self._guard:
+            self._files[fd] = self._inodes[os.fstat(fd).st_ino]
+        self._add(Call("reopen", name, file=self._files[fd]))
         return fd
 
     def write_at(self, fd: int, data: Buffer, offset: int) -> int:
@@ -144,6 +156,11 @@ class _File:
         if named:
             rest = len(self.seen) - len(half)
             found += [bytes(len(self.seen)), half + bytes(rest), half + rng.randbytes(rest)]
+        if named and self.kept:
+            found += [
+                half + self.kept[len(half) :],
+                self.kept[: len(half)] + self.seen[len(half) :],
+            ]
         return list(dict.fromkeys([*found, self.seen]))
 
 
@@ -210,7 +227,7 @@ class Disk:
             else:
                 into.pending.append([(target.name, moved)])
                 source.pending.append([(path.name, None)])
-        elif call.name != "note":
+        elif call.name not in ("note", "reopen"):
             thing: _File | _Directory | None = None
             if call.name == "create":
                 thing = self._files[call.file] = _File()

@@ -8,7 +8,7 @@ import logging
 import os
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,8 @@ from everystep.errors import (
     TooManyFailedSteps,
 )
 from everystep.store import durable
+from everystep.store.backend import NewFile
+from everystep.store.local import LocalBackend
 from faults import NAMES, Faults, installed
 
 
@@ -108,17 +110,17 @@ def test_a_fault_at_each_call_of_a_step(run_dir: Path, faults: Faults) -> None:
     with Training(run_dir) as training:
         for _ in range(4):
             training.step()
-        training.ck._session.upkeep.finish_removal()  # type: ignore[union-attr]
+        training.ck._session._upkeep.finish_removal()  # type: ignore[union-attr]
         faults.watch()
         training.step()
-        training.ck._session.upkeep.finish_removal()  # type: ignore[union-attr]
+        training.ck._session._upkeep.finish_removal()  # type: ignore[union-attr]
         calls = len(faults.calls)
         for nth in range(1, calls + 1):
             for _ in range(3):  # a step after a removal that failed does not begin another
                 faults.at("any", nth, errno.EIO)
                 training.step()
                 with contextlib.suppress(StoreError):
-                    training.ck._session.upkeep.finish_removal()  # type: ignore[union-attr]
+                    training.ck._session._upkeep.finish_removal()  # type: ignore[union-attr]
                 if faults.fired == nth:
                     break
             durable_steps = [s.step for s in training.ck.stats if s.durable]
@@ -174,6 +176,48 @@ def test_direct_writes_fail(
         assert len(os.listdir("/proc/self/fd")) == len(fds)
         training.step()
         assert is_whole(run_dir, 3)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_fault_at_each_call_of_writing_files_over(
+    tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch, interrupted: bool
+) -> None:
+    """Whatever call it is, what can be read is whole, and the next try succeeds."""
+    monkeypatch.setattr(durable, "DIRECT_FROM_BYTES", 1)
+    held = {name: name.encode() * 3000 for name in ("old/a", "old/b", "old/c", "new/a", "new/b")}
+
+    def put(*names: str) -> None:
+        backend.put([NewFile(name, len(held[name]), [held[name]]) for name in names])
+
+    calls = 0
+    while faults.fired == calls:
+        calls += 1
+        backend = LocalBackend.made(tmp_path / str(calls))
+        put("old/a", "old/b", "old/c")
+        if interrupted:
+            faults.call_at(calls, interrupt)
+        else:
+            faults.at("any", calls, errno.EIO)
+        with contextlib.suppress(StoreError, KeyboardInterrupt):
+            backend.delete("old/a", reuse=True)
+            backend.delete("old/b", reuse=True)
+            put("new/a", "new/b")
+        faults.watch()
+        visible = [(name, tmp_path / str(calls) / name) for name in held]
+        for name, path in visible:
+            assert not path.exists() or path.read_bytes() == held[name]
+        backend.delete("old/a", reuse=True)
+        backend.delete("old/b", reuse=True)
+        put("new/a", "new/b")
+        backend.release_spares()
+        assert [name for name, path in visible if path.exists()] == ["old/c", "new/a", "new/b"]
+        assert all(path.read_bytes() == held[name] for name, path in visible[2:])
+        assert list(durable.temporaries(tmp_path)) == []
+    assert calls > 18
 
 
 def test_a_writing_thread_that_breaks_is_an_error(
@@ -237,7 +281,8 @@ def test_many_failures_leak_nothing(run_dir: Path, faults: Faults) -> None:
     with Training(run_dir, elements=1000) as training:
         training.step()
         threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
-        names = [name for name in NAMES if name not in ("truncate", "unlink", "remove_directory")]
+        large = ("reopen", "truncate")
+        names = [n for n in NAMES if n not in (*large, "unlink", "remove_directory")]
         for turn in range(40):
             faults.at(names[turn % len(names)], 1 + turn % 2, errno.EIO)
             training.step()
@@ -260,20 +305,22 @@ def test_a_failed_step_keeps_no_memory(run_dir: Path, faults: Faults) -> None:
     kept: list[weakref.ref[Chunk]] = []
     with Training(run_dir) as training:
         training.step()
-        from everystep.store import full
 
-        original = full._SectionWriter.parts
-
-        def parts(self: full._SectionWriter) -> Iterator[memoryview]:
-            chunk = Chunk(b"".join(bytes(part) for part in original(self)))
+        def in_one(file: NewFile) -> Iterator[memoryview]:
+            chunk = Chunk(b"".join(bytes(part) for part in file.parts))
             kept.append(weakref.ref(chunk))
             yield memoryview(chunk)
+
+        def put(self: LocalBackend, files: Sequence[NewFile]) -> None:
+            original(self, [file._replace(parts=in_one(file)) for file in files])
+
+        original = LocalBackend.put
 
         gc.collect()
         gc.disable()
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(full._SectionWriter, "parts", parts)
+                patch.setattr(LocalBackend, "put", put)
                 faults.at("write_at", 2, errno.EIO)
                 training.step()
         finally:
@@ -344,10 +391,6 @@ def test_interrupted_by_the_user_at_each_call(run_dir: Path, faults: Faults, nth
     """SIGINT raises KeyboardInterrupt anywhere in the save."""
     with Training(run_dir) as training:
         training.step()
-
-        def interrupt() -> None:
-            raise KeyboardInterrupt
-
         faults.call_at(nth, interrupt)
         with pytest.raises(KeyboardInterrupt):
             training.step()

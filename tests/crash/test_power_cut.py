@@ -3,6 +3,7 @@ the step in flight, and nothing wrong is read."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import tempfile
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from byte_runs import noise
 from crash.recording import Call, Died, Recorder, lay_out, power_cuts
 from crash.scene import Expected, Session, Skipped, complaints
 from crash.training import Training, is_whole, leftovers
@@ -266,6 +268,132 @@ def test_fork(scene: Scene, after: Path) -> None:
     assert outcome.states > 50
 
 
+@contextlib.contextmanager
+def recycling() -> Iterator[None]:
+    """All files count as large, and all that are deleted are kept to be written over."""
+    delete = LocalBackend.delete
+
+    def kept(self: LocalBackend, name: str, *, reuse: bool = False) -> None:
+        delete(self, name, reuse=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(durable, "DIRECT_FROM_BYTES", 1)
+        patch.setattr(LocalBackend, "delete", kept)
+        yield
+
+
+def test_files_that_are_written_over(scene: Scene, after: Path) -> None:
+    with recycling():
+        run_of_a_few_steps(scene)
+    assert sum(call.name == "reopen" for call in scene.calls.log) == 2
+    outcome = try_all(scene.calls, after)
+    assert outcome.violations == []
+    assert outcome.states > 150
+
+
+class Files(NamedTuple):
+    """Which names must be there if the power fails now, and which must not."""
+
+    there: frozenset[str]
+    gone: frozenset[str]
+
+
+def puts_and_deletes(calls: Recorder, root: Path, sizes: Sequence[int], puts: int) -> set[str]:
+    """A put of so many files for each step, and of one that stays, so that its directory does;
+    after each, the files of the step before are deleted for reuse. Tries all states, and returns
+    what is wrong in any of them."""
+    backend = LocalBackend(root, calls)
+    files = Files(frozenset(), frozenset())
+    held: dict[str, bytes] = {}
+    before: list[str] = []
+    calls.note(files)
+    with recycling():
+        for step in range(puts):
+            names = [f"{step}/{index}" for index in range(len(sizes))]
+            held |= {
+                name: noise(size - step, name) for name, size in zip(names, sizes, strict=True)
+            }
+            held[f"{step}/stays"] = b"small"
+            new = [*names, f"{step}/stays"]
+            backend.put([NewFile(name, len(held[name]), [held[name]]) for name in new])
+            files = files._replace(there=files.there.union(new))
+            calls.note(files)
+            for name in before:
+                files = files._replace(there=files.there - {name})
+                calls.note(files)
+                backend.delete(name, reuse=True)
+                files = files._replace(gone=files.gone | {name})
+                calls.note(files)
+            before = names
+    wrong = set()
+    for cut in power_cuts(calls.log, 1, random.Random(SEED)):
+        found = {n: data for n, data in cut.tree.items() if data and not durable.is_temporary(n)}
+        expected = cut.notes[-1]
+        assert isinstance(expected, Files)
+        wrong |= {f"{name} is lost" for name in expected.there - found.keys()}
+        wrong |= {f"{name} is back" for name in expected.gone & found.keys()}
+        wrong |= {f"{name} holds other bytes" for name in found if found[name] != held[name]}
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("sizes", "puts", "reused"), [([40], 3, 1), ([5000], 3, 1), ([40, 9000, 300], 5, 9)]
+)
+def test_no_file_shares_the_space_of_another(
+    tmp_path: Path, sizes: list[int], puts: int, reused: int
+) -> None:
+    calls = Recorder(tmp_path)
+    assert puts_and_deletes(calls, tmp_path, sizes, puts) == set()
+    assert sum(call.name == "reopen" for call in calls.log) == reused
+
+
+class ForgetsTheOldName(Recorder):
+    """Does not make it durable that a spare has left its directory."""
+
+    left: Path | None = None
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        self.left = source.parent if durable.is_temporary(target.name) else None
+
+    def sync_directory(self, path: Path) -> None:
+        if path != self.left:
+            super().sync_directory(path)
+
+
+def test_the_enumerator_finds_space_that_is_reused_too_early(tmp_path: Path) -> None:
+    wrong = puts_and_deletes(ForgetsTheOldName(tmp_path), tmp_path, [40], 3)
+    assert wrong >= {"0/0 is back", "0/0 holds other bytes"}
+
+
+def test_the_process_dies_while_a_file_is_written_over(tmp_path: Path) -> None:
+    """The next owner finds every file whole, and nothing else."""
+    calls, died = 0, 0
+    while died == calls:
+        root = tmp_path / str(calls)
+        root.mkdir()
+        recorder = Recorder(root)
+        backend = LocalBackend(root, recorder)
+        held = {name: noise(9000, name) for name in ("a/a", "b/b", "c/c")}
+        with recycling():
+            for name in ("a/a", "b/b"):
+                backend.put([NewFile(name, 9000, [held[name]])])
+            recorder.dies_after = len(recorder.log) + calls
+            try:
+                backend.delete("a/a", reuse=True)
+                backend.put([NewFile("c/c", 9000, [held["c/c"]])])
+            except Died:
+                died += 1
+        calls += 1
+        LocalBackend(root).sweep()
+        found = {p.relative_to(root).as_posix(): p for p in root.rglob("*") if p.is_file()}
+        assert all(path.read_bytes() == held[name] for name, path in found.items())
+        assert "b/b" in found
+        assert len(found) <= 2
+    assert any(call.name == "reopen" for call in recorder.log)
+    assert died > 10
+
+
 class Life(NamedTuple):
     """What a training of numbered weights must come back to."""
 
@@ -458,6 +586,23 @@ def test_the_enumerator_finds_a_marker_that_comes_before_the_data(
     run_of_a_few_steps(scene)
     outcome = try_all(scene.calls, after, first_only=True)
     assert "is listed as complete" in outcome.violations[0]
+
+
+def test_a_file_that_is_written_over_may_hold_a_mixture(tmp_path: Path) -> None:
+    """The model itself: eight durable bytes, and eight others on their way."""
+    calls = Recorder(tmp_path)
+    fd = calls.create(tmp_path / "x", 0)
+    calls.write_at(fd, b"12345678", 0)
+    calls.sync(fd)
+    calls.close(fd)
+    calls.sync_directory(tmp_path)
+    fd = calls.reopen(tmp_path / "x")
+    durable.SystemCalls.write_through_cache(calls, fd)
+    calls.write_at(fd, b"abcdefgh", 0)
+    calls.close(fd)
+    trees = [cut.tree for cut in power_cuts(calls.log, len(calls.log), random.Random(SEED))]
+    whole, torn = {b"12345678", b"abcdefgh"}, {b"abcd5678", b"1234efgh", b"abcd", bytes(8)}
+    assert whole | torn < {tree["x"] for tree in trees}
 
 
 def test_a_file_that_was_not_fsynced_may_hold_anything(tmp_path: Path) -> None:

@@ -25,15 +25,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from everystep import Checkpointer, Retention, SaveOnSignal, load
+from everystep import Checkpointer, Full, Retention, SaveOnSignal, load
 from faults import Faults, installed
+from trips import BLOCKING
 from waiting import until
 
 
 class Board:
     """Numbers in a shared file, which a killed process cannot take with it."""
 
-    FIELDS = ("restored", "returned", "place", "calls", "go")
+    FIELDS = ("restored", "returned", "staged", "durable", "place", "calls", "go")
     NOWHERE, RESTORING, TRAINING, SAVING, ENDING = range(5)
 
     def __init__(self, path: str | Path) -> None:
@@ -52,7 +53,7 @@ class Board:
     def clear(self) -> None:
         """For the next life."""
         for field in self.FIELDS:
-            self[field] = -1 if field in ("restored", "returned") else 0
+            self[field] = 0 if field in ("place", "calls", "go") else -1
 
     def close(self) -> None:
         """Give the map up."""
@@ -118,6 +119,7 @@ class Job:
 
     def checkpointer(self, run: str, **options: Any) -> Checkpointer:
         """Everything in it, handed over."""
+        options.setdefault("strategy", BLOCKING)
         options.setdefault("retention", Retention(keep_last=2))
         extras = {"schedule": self.schedule, "loader": self.loader}
         return Checkpointer(
@@ -238,6 +240,7 @@ def hold_signals(
     before: str = "",
     deadline_s: float | None = 60,
     send_at: int = 0,
+    blocking: bool = True,
 ) -> None:
     """Train with SaveOnSignal; one step is long: it ends when the test says `go`.
 
@@ -247,6 +250,7 @@ def hold_signals(
         before: which handler the user had installed: none, "note", "exit" or "ignore".
         deadline_s: of SaveOnSignal; None: no SaveOnSignal.
         send_at: send SIGTERM to this process before that system call of the long step's save.
+        blocking: or through an agent.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     progress = Board(board)
@@ -257,7 +261,8 @@ def hold_signals(
             signal.signal(signal.SIGTERM, _user_handler(before, run))
         mine = signal.getsignal(signal.SIGTERM)
         on_signal = None if deadline_s is None else SaveOnSignal(deadline_s=deadline_s)
-        ck = job.checkpointer(run, on_signal=on_signal)
+        strategy = BLOCKING if blocking else Full(linger_s=1)
+        ck = job.checkpointer(run, on_signal=on_signal, strategy=strategy)
         done = ck.restore()
         print("restored", done, job.digest(), flush=True)
         for step in range(done + 1, done + total + 1):
@@ -356,7 +361,11 @@ def save_large(run: str, nbytes: int, saves: int) -> None:
     held = sum(p.numel() * 4 for p in model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Checkpointer(
-        run, model=model, optimizer=optimizer, retention=Retention(keep_last=1)
+        run,
+        model=model,
+        optimizer=optimizer,
+        strategy=BLOCKING,
+        retention=Retention(keep_last=1),
     ) as ck:
         ck.restore()
         print(held)
@@ -373,7 +382,7 @@ def save_often(run: str, nbytes: int, saves: int, open_files: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, open_files))
     model = _Large(nbytes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Checkpointer(run, model=model, optimizer=optimizer) as ck:
+    with Checkpointer(run, model=model, optimizer=optimizer, strategy=BLOCKING) as ck:
         ck.restore()
         for _ in range(saves):
             ck.step()

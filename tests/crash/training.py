@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from everystep import Checkpointer, Retention, load
 from everystep.store import durable
 from everystep.store.run import Run
 from everystep.store.verify import verify_run
+from trips import BLOCKING
 
 
 class Training:
@@ -21,6 +23,7 @@ class Training:
         self.model = torch.nn.Linear(elements, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.steps = 0
+        options.setdefault("strategy", BLOCKING)
         options.setdefault("retention", Retention(keep_last=2))
         self.ck = Checkpointer(run, model=self.model, optimizer=self.optimizer, **options)  # type: ignore[arg-type]
         with contextlib.ExitStack() as undo:
@@ -38,8 +41,8 @@ class Training:
     def __enter__(self) -> Training:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.ck.close()
+    def __exit__(self, *raised: Any) -> None:
+        self.ck.__exit__(*raised)
 
 
 def is_whole(run: Path, step: int) -> bool:

@@ -13,12 +13,22 @@ import pytest
 import torch
 
 import everystep
-from byte_runs import files_of, new_run, small_state, tensor, write_part
+from byte_runs import (
+    adapter_state,
+    begin,
+    files_of,
+    new_run,
+    small_state,
+    tensor,
+    write_part,
+    write_step,
+)
 from everystep import types
 from everystep.recovery.restore import read_part
 from everystep.state import raw, tree
 from everystep.store import format as fmt
 from everystep.store import tensorfile
+from everystep.store.measured import MEASURED
 from everystep.store.run import Run
 from everystep.types import Piece, Shard, StepRef, TensorSpec
 
@@ -182,8 +192,12 @@ def test_the_sections_and_numbers_in_the_text() -> None:
     assert f"{tensorfile.MAX_HEADER_BYTES:,}" in TEXT
     assert f"exactly {fmt.STEP_DIGITS} digits" in TEXT
     assert f"more than {2 * tree.MAX_DEPTH} MUST be refused" in TEXT
-    assert [row[0] for row in table_under("Versions of the format")] == [str(fmt.FORMAT)]
-    for name in (fmt.RUN_FILE, fmt.LOCK_FILE, "damaged/"):
+    versions = [row[0] for row in table_under("Versions of the format")]
+    assert versions == [str(version) for version in range(1, fmt.FORMAT + 1)]
+    for record in ("`run.json`", "`timelines/NAME.json`", "`sessions/NUMBER.json`", "a marker"):
+        assert table_under(f"Fields of {record}")[0][2] == str(fmt.FORMAT)
+    assert f"format\nversion {fmt.FORMAT};" in TEXT
+    for name in (fmt.RUN_FILE, fmt.LOCK_FILE, "damaged/", f"{MEASURED}/"):
         assert f"`{name}" in TEXT
 
 
@@ -212,7 +226,7 @@ def reader(
 
 def test_the_reader_is_short_and_uses_the_standard_library() -> None:
     lines = [line for line in READER.splitlines() if line.strip()]
-    assert len(lines) <= 65
+    assert len(lines) <= 70
     imported = re.findall(r"^\s*(?:import|from) (\w+)", READER, re.MULTILINE)
     assert set(imported) - {"xxhash"} <= sys.stdlib_module_names
 
@@ -263,6 +277,40 @@ def test_the_reader_puts_the_pieces_of_ranks_together(
     for rank in range(world_size):
         tensors, _ = names["read_step"](steps[1], rank)
         assert tensors == {t.key: (t.dtype, t.shape, t.data) for t in small_state(rank)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_reader_follows_references(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    run = new_run(tmp_path, world_size)
+    first, second, fork = StepRef("main", 1), StepRef("main", 2), StepRef("main@2", 3)
+    write_step(run, first, world_size)
+    write_step(run, second, world_size, earlier=first)
+    begin(run, 2, "main@2", world_size=world_size, parent=second)
+    write_step(run, fork, world_size, session=2, earlier=first)
+    names = reader(monkeypatch)
+    for ref in (second, fork):
+        markers = names["complete_steps"](tmp_path, ref.timeline)[ref.step]
+        for rank in range(world_size):
+            tensors, _ = names["read_step"](markers, rank)
+            expected = adapter_state(rank, ref, first)
+            assert tensors == {t.key: (t.dtype, t.shape, t.data) for t in expected}
+
+
+@pytest.mark.parametrize("version", range(1, fmt.FORMAT + 1))
+def test_the_reader_reads_every_version(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    golden = Path(__file__).parents[1] / "golden" / f"format-{version}"
+    names = reader(monkeypatch)
+    for step, markers in names["complete_steps"](golden, "main@1").items():
+        for rank in (0, 1):
+            tensors, _ = names["read_step"](markers, rank)
+            run = Run.open(golden)
+            proved = read_part(run, run.entries(StepRef("main@1", step))[0], rank)
+            assert tensors == {
+                key: (spec.dtype, spec.shape, raw.bits_of(proved.tensors, key))
+                for key, spec in proved.specs.items()
+            }
 
 
 def test_the_reader_sees_no_step_that_is_not_complete(

@@ -34,6 +34,14 @@ def cases(*models: str) -> list[Case]:
     return [case for case in made if case[1:] != ("master", "fsdp2")]
 
 
+STAGED = [
+    *(Case("AdamW/foreach", f, m) for m in WRAPPERS for f in ("fp32", "mixed")),
+    *(Case("Adam+amsgrad+weight_decay/loop", "bf16", m) for m in WRAPPERS),
+    *(Case("Muon", "fp32", m) for m in WRAPPERS if hasattr(torch.optim, "Muon")),
+]
+"""What several ranks go through with an agent for each."""
+
+
 def refused(case: Case) -> str | None:
     """What torch (or the optimizer's library) says when it does not take a combination, as a
     regular expression; None: it takes it."""

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from everystep import Full
 from exact.matrix import STORED, TRAINED, Case, depends_on_neighbours, inexact, refused
 from exact.scenes import build
 from states import assert_same_state
+from trips import BLOCKING
 
 
-def prove(case: Case, run: Path) -> None:
+def prove(case: Case, run: Path, strategy: Full = BLOCKING) -> None:
     """Prove that a restored run goes on as one that was never interrupted, or, where torch itself
     does not, that it does not, and that the restored state is exact all the same.
 
@@ -22,7 +24,7 @@ def prove(case: Case, run: Path) -> None:
     at_end = reference.steps(STORED, TRAINED).state()
 
     first = build(*case, seed=1)
-    with first.checkpointer(run) as ck:
+    with first.checkpointer(run, strategy=strategy) as ck:
         assert ck.restore() == 0
         for t in range(STORED):
             first.step(t)
@@ -30,7 +32,7 @@ def prove(case: Case, run: Path) -> None:
     stored = first.state()
 
     second = build(*case, seed=2)
-    with second.checkpointer(run) as ck:
+    with second.checkpointer(run, strategy=strategy) as ck:
         assert ck.restore() == STORED
     assert_same_state(stored, second.state())
     second.steps(STORED, TRAINED)

@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from everystep import Full
 from exact.matrix import (
+    STAGED,
     STORED,
     TRAINED,
     WRAPPERS,
@@ -30,6 +32,7 @@ from exact.matrix import (
 )
 from exact.scenes import Scene, build, seed_all
 from states import Frozen, FrozenTensor
+from trips import BLOCKING
 
 Digests = dict[str, str]
 """What is at each place of a state: its type and shape, and a hash of its bits."""
@@ -85,12 +88,13 @@ def made(case: Case, seed: int) -> Scene:
     return scene
 
 
-def train(case: Case, run: Path) -> dict[str, Any]:
+def train(case: Case, run: Path, strategy: Full) -> dict[str, Any]:
     """The first life of a case: stored after every step up to one, and then trained on."""
     first = made(case, 1)
     # replicas that differ are noticed some steps later, and each rank stores its own from then on
     last = STORED + (3 if inexact(case) else 0)
-    with first.checkpointer(run, on_error="report" if inexact(case) else "raise") as ck:
+    on_error = "report" if inexact(case) else "raise"
+    with first.checkpointer(run, strategy=strategy, on_error=on_error) as ck:
         ck.restore()
         for t in range(last):
             first.step(t)
@@ -105,10 +109,10 @@ def train(case: Case, run: Path) -> dict[str, Any]:
     return {"changed by storing": changed, "last": last, "stored": stored, "end": end}
 
 
-def resume(case: Case, run: Path, before: dict[str, Any]) -> dict[str, Any]:
+def resume(case: Case, run: Path, strategy: Full, before: dict[str, Any]) -> dict[str, Any]:
     """The second life of a case."""
     second = made(case, 2)
-    with second.checkpointer(run, on_error="raise") as ck:
+    with second.checkpointer(run, strategy=strategy, on_error="raise") as ck:
         done = ck.restore()
         restored = digests(second.state())
         second.steps(done, TRAINED)
@@ -130,27 +134,29 @@ def refusal(case: Case) -> str:
     return "nothing"
 
 
-def main(phase: str, folder: Path) -> None:
+def main(phase: str, folder: Path, way: str) -> None:
     """Run one phase of all cases.
 
     Args:
         phase: `train` or `resume`.
         folder: shared by all ranks and phases.
+        way: `blocking`; or `staged`, which is for some of the cases.
     """
+    strategy = BLOCKING if way == "blocking" else Full(every=1, policy="block")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(str(folder / f"rendezvous-{phase}"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     trained = folder / f"train-{rank}.json"
     before = json.loads(trained.read_text()) if phase == "resume" else {}
     report: dict[str, Any] = {}
-    for case in cases(*WRAPPERS):
+    for case in cases(*WRAPPERS) if way == "blocking" else STAGED:
         run = folder / str(case).replace("/", ".")
         if refused(case):
             report[str(case)] = refusal(case) if phase == "train" else before[str(case)]
         elif phase == "train":
-            report[str(case)] = train(case, run)
+            report[str(case)] = train(case, run, strategy)
         else:
-            report[str(case)] = resume(case, run, before[str(case)])
+            report[str(case)] = resume(case, run, strategy, before[str(case)])
     (folder / f"{phase}-{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 
@@ -158,4 +164,4 @@ def main(phase: str, folder: Path) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning)
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 import everystep
 from exact.zoo import OPTIMIZERS, Codes, Complex, Kind, Plain, narrow, optimizers_for
 from states import state_of
+from trips import BLOCKING
 
 FORMATS = ("fp32", "bf16", "mixed", "master")
 """All in fp32; all in bf16; bf16 arithmetic over fp32 parameters; bf16 parameters, and fp32 copies
@@ -50,6 +51,7 @@ class Scene:
 
     def checkpointer(self, run: Any, **options: Any) -> everystep.Checkpointer:
         """A checkpointer over all of it."""
+        options.setdefault("strategy", BLOCKING)
         return everystep.Checkpointer(
             run, model=self.models, optimizer=self.optimizers, extras=self.extras, **options
         )

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import everystep
-from exact.matrix import WRAPPERS, Case, cases, inexact, refused
+from exact.matrix import STAGED, WRAPPERS, Case, cases, inexact, refused
 from exact.scenes import FORMATS
 from exact.zoo import OPTIMIZERS
 
@@ -30,11 +30,11 @@ Reports = list[dict[str, Any]]
 """By rank: what was said of each case."""
 
 
-def run_job(folder: Path, phase: str) -> None:
+def run_job(folder: Path, phase: str, way: str) -> None:
     """Run a job of `exact.ranks` to its end; fails with the words of the ranks if one fails."""
     paths = [str(Path(everystep.__file__).parents[1]), str(Path(__file__).parents[1])]
     here = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(SIZE)}
-    command = [sys.executable, "-m", "exact.ranks", phase, str(folder)]
+    command = [sys.executable, "-m", "exact.ranks", phase, str(folder), way]
     ranks, logs = [], [folder / f"log-{rank}" for rank in range(SIZE)]
     try:
         for rank, log in enumerate(logs):
@@ -52,13 +52,27 @@ def run_job(folder: Path, phase: str) -> None:
     assert codes == [0] * SIZE, told
 
 
-@pytest.fixture(scope="module")
-def reports(runs_dir: Path) -> Reports:
+def run_jobs(folder: Path, way: str) -> Reports:
     """What all ranks say after both lives."""
     for phase in ("train", "resume"):
-        run_job(runs_dir, phase)
-    texts = [(runs_dir / f"resume-{rank}.json").read_text() for rank in range(SIZE)]
+        run_job(folder, phase, way)
+    texts = [(folder / f"resume-{rank}.json").read_text() for rank in range(SIZE)]
     return [json.loads(text) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def reports(runs_dir: Path) -> Reports:
+    return run_jobs(runs_dir, "blocking")
+
+
+def test_copied_beside_training(run_dir: Path) -> None:
+    """With an agent for each rank."""
+    run_dir.mkdir()
+    reports = run_jobs(run_dir, "staged")
+    for report in reports:
+        assert list(report) == list(map(str, STAGED))
+        for case, found in report.items():
+            assert {what: wrong for what, wrong in found.items() if wrong} == {}, case
 
 
 @pytest.mark.parametrize("case", [case for case in ALL if not refused(case)], ids=str)

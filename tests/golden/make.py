@@ -1,7 +1,8 @@
-"""Make a tiny run of format version 1: `python tests/golden/make.py DIRECTORY` (see its test).
+"""Make a tiny run of format version 2: `python tests/golden/make.py DIRECTORY` (see its test).
 
-What is committed as `format-1` was made by this script and is never made anew: it is what every
-later release must read. A later version of the format gets a script and a directory of its own.
+What is committed as `format-1` and `format-2` was made by this script as it was while that version
+was the newest, and is never made anew: it is what every later release must read. A later version of
+the format gets a directory of its own.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from typing import Any
 
 import msgspec
 
-from byte_runs import Tensor, pieces_of
+from byte_runs import Tensor, pieces_of, stored_earlier
 from everystep.store import format as fmt
 from everystep.store.backend import NewFile
 from everystep.store.format import RunRecord, SessionRecord, TimelineRecord
-from everystep.store.full import Part, Source, write_full
+from everystep.store.full import Part, Source, lay_out_files, streamed, write_part
 from everystep.store.local import LocalBackend
+from everystep.store.run import Run
 from everystep.types import MAIN, Shard, StepRef
 
 RUN = "00112233445566778899aabbccddeeff"
 CREATED = "2026-01-01T00:00:00Z"
 FORK = "main@1"
+EARLIER = {"model": StepRef(MAIN, 1), "state": StepRef(FORK, 2)}
+"""What step 3 refers to: the model is as step 1 has it, and slots are as in step 2."""
 
 
 def floats(*values: float) -> bytes:
@@ -32,10 +36,11 @@ def floats(*values: float) -> bytes:
 
 def tensors(rank: int, step: int) -> list[Tensor]:
     """What a rank holds after a step; `rows` is sharded, and described so by `sources`."""
+    n = 1 if step == 3 else step
     return [
-        Tensor("/models/model/fc.weight", "float32", (2, 3), floats(1, -0.0, 3, 4, 5, step), True),
+        Tensor("/models/model/fc.weight", "float32", (2, 3), floats(1, -0.0, 3, 4, 5, n), True),
         Tensor("/models/model/fc.bias", "bfloat16", (2,), b"\x80\x3f\x00\xc0", True),
-        Tensor("/models/model/rows", "float32", (1, 2), floats(rank, step)),
+        Tensor("/models/model/rows", "float32", (1, 2), floats(rank, n)),
         Tensor("/models/model/phase", "complex64", (), floats(0, 1)),
         Tensor("/models/model/empty", "int64", (0, 3), b""),
         Tensor("/optimizers/optimizer/state/model/fc.weight/exp_avg", "float32", (2, 3),
@@ -99,7 +104,8 @@ def sources(rank: int, step: int) -> list[Source]:
 
 
 def main(root: Path) -> None:
-    """Two ranks: step 1 in session 1, then a fork with step 2 in session 2."""
+    """Two ranks: step 1 in session 1, then a fork with steps 2 and 3 in session 2; step 3 refers to
+    files of the other two."""
     root.mkdir(parents=True)
     backend = LocalBackend(root)
 
@@ -123,7 +129,7 @@ def main(root: Path) -> None:
             versions={"everystep": "0.1.0"},
         )
         put(fmt.session_file(session), record)
-    for session, ref in ((1, first), (2, StepRef(FORK, 2))):
+    for session, ref in ((1, first), (2, StepRef(FORK, 2)), (2, StepRef(FORK, 3))):
         for rank in (0, 1):
             part = Part(
                 ref=ref,
@@ -137,7 +143,16 @@ def main(root: Path) -> None:
                 versions={"everystep": "0.1.0"},
             )
             held = tensors(rank, ref.step)
-            write_full(backend, part, sources(rank, ref.step), pieces_of(held, rank, 2))
+            made = {source.spec.key: source for source in sources(rank, ref.step)}
+            specs = {key: source.spec for key, source in made.items()}
+            contents = [
+                stored_earlier(Run.open(root), layout, EARLIER[layout.section], rank)
+                if ref.step == 3 and layout.section in EARLIER
+                else streamed(layout, made)
+                for layout in lay_out_files(specs, pieces_of(held, rank, 2))
+            ]
+            hashes = {tensor.key: fmt.digest(tensor.data) for tensor in held}
+            write_part(backend, part, list(specs.values()), contents, hashes)
 
 
 if __name__ == "__main__":

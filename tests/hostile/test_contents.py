@@ -16,12 +16,27 @@ import pytest
 import torch
 
 import everystep
-from byte_runs import TREE, NoSync, forged, framed, new_run, small_state, write_part, write_step
+from byte_runs import (
+    TREE,
+    NoSync,
+    begin,
+    files_of,
+    forged,
+    framed,
+    new_run,
+    small_state,
+    write_part,
+    write_step,
+)
 from everystep.errors import CannotRestore, Damaged, EverystepError, Unsupported
 from everystep.store import format as fmt
+from everystep.store.local import LocalBackend
+from everystep.store.references import references_of
+from everystep.store.retention import Retention, Upkeep
 from everystep.store.run import Run
 from everystep.store.verify import verify_run
 from everystep.types import StepRef
+from trips import BLOCKING
 
 REF = StepRef("main", 1)
 MANY = 200_000
@@ -306,7 +321,7 @@ def test_hostile_state_never_half_restores_by_another_error(root: Path, rng: Any
     model.register_parameter("bias", torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)))
     forged(only(root, "*.json"), tree={**TREE, "rng": rng})
     with (
-        everystep.Checkpointer(root, model=model) as ck,
+        everystep.Checkpointer(root, model=model, strategy=BLOCKING) as ck,
         pytest.raises(EverystepError),
     ):
         ck.restore()
@@ -468,3 +483,158 @@ def test_sessions_and_timelines_in_great_number(root: Path) -> None:
         listing = Run.open(root).listing()
     assert len(listing.damages) == len(listing.strangers) == 1_000
     assert REF in listing.complete()
+
+
+# ---------------------------------------------------------------- references
+
+OWN_MODEL = "s000001-r00000of00001.model.safetensors"
+
+
+def referring(root: Path, step: Any, name: str = OWN_MODEL) -> None:
+    """Let the record of step 2 say that its model's file lies in the directory of another step."""
+    (record,) = root.glob("steps/main/000000000002/*.json")
+    content = content_of(record)
+    for file in content["files"]:
+        if ".model." in file["name"]:
+            file.update(name=name, step=step)
+    record.write_bytes(framed(content))
+
+
+def read_nowhere_else(root: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names that are opened while everything reads the run."""
+    opened: set[str] = set()
+    read, size = LocalBackend.read, LocalBackend.size
+
+    def watched_read(self: LocalBackend, name: str, into: memoryview, offset: int) -> None:
+        opened.add(name)
+        read(self, name, into, offset)
+
+    def watched_size(self: LocalBackend, name: str) -> int:
+        opened.add(name)
+        return size(self, name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalBackend, "read", watched_read)
+        patched.setattr(LocalBackend, "size", watched_size)
+        run = Run.open(root)
+        found = [f for f in verify_run(run, run.listing()) if f.level == "damage"]
+        assert found and {f.step for f in found} == {StepRef("main", 2)}, "only this step"
+        with pytest.raises(EverystepError) as raised:
+            everystep.load(root, step=2)
+        assert len(str(raised.value)) < 5_000
+    return opened
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        pytest.param({"timeline": "main", "step": 2}, OWN_MODEL, id="itself"),
+        pytest.param({"timeline": "main", "step": 3}, OWN_MODEL, id="a later step"),
+        pytest.param({"timeline": "main", "step": -1}, OWN_MODEL, id="a step before all"),
+        pytest.param({"timeline": "main", "step": 10**12}, OWN_MODEL, id="13 digits"),
+        pytest.param({"timeline": "main", "step": 10**5000}, OWN_MODEL, id="5000 digits"),
+        pytest.param({"timeline": "main", "step": "1"}, OWN_MODEL, id="a step in words"),
+        pytest.param({"timeline": "main"}, OWN_MODEL, id="half a step"),
+        pytest.param("main:1", OWN_MODEL, id="a string"),
+        pytest.param([], OWN_MODEL, id="a list"),
+        pytest.param({"timeline": "..", "step": 1}, OWN_MODEL, id="the folder above"),
+        pytest.param({"timeline": "../../../outside", "step": 1}, OWN_MODEL, id="outside"),
+        pytest.param({"timeline": "/outside", "step": 1}, OWN_MODEL, id="an absolute path"),
+        pytest.param({"timeline": "a/b", "step": 1}, OWN_MODEL, id="two folders"),
+        pytest.param({"timeline": "", "step": 1}, OWN_MODEL, id="no timeline"),
+        pytest.param({"timeline": "main\0", "step": 1}, OWN_MODEL, id="a zero byte"),
+        pytest.param({"timeline": "ma\u0131n", "step": 1}, OWN_MODEL, id="a letter beyond ASCII"),
+        pytest.param({"timeline": "m" * MANY, "step": 1}, OWN_MODEL, id="a very long timeline"),
+        pytest.param({"timeline": "main", "step": 1}, "../../../x.safetensors", id="a path"),
+        pytest.param({"timeline": "main", "step": 1}, "s000001-r00000of00001.json", id="a record"),
+        pytest.param({"timeline": "main", "step": 1},
+                     "s000001-r00001of00002.model.safetensors", id="another rank"),
+        pytest.param({"timeline": "main", "step": 1},
+                     "s000002-r00000of00001.model.safetensors", id="a later session"),
+        pytest.param({"timeline": "main", "step": 1}, "s000001-r00000of00001.m." + "x" * MANY
+                     + ".safetensors", id="a very long name"),
+    ],
+)  # fmt: skip
+def test_a_reference_that_leads_astray(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: Any, name: str
+) -> None:
+    """The record names a step that is none, or none that it could refer to: nothing is opened."""
+    for number in (2, 3):
+        write_step(Run.open(root), StepRef("main", number))
+    if isinstance(step, dict) and step.get("step") == 10**5000:
+        referring(root, {"timeline": "main", "step": "DIGITS"}, name)
+        (record,) = root.glob("steps/main/000000000002/*.json")
+        text = msgspec.json.encode(content_of(record))
+        record.write_bytes(framed(text.replace(b'"DIGITS"', b"9" * 5000)))
+    else:
+        referring(root, step, name)
+    with frugal(40 << 20):
+        opened = read_nowhere_else(root, monkeypatch)
+    allowed = {str(path.relative_to(root)) for path in root.rglob("*")}
+    assert opened <= allowed
+    assert not any("000000000002" in at and at.endswith("safetensors") for at in opened)
+
+
+@pytest.mark.parametrize("with_data", [False, True])
+def test_a_reference_to_what_is_not_there_or_is_other(
+    root: Path, monkeypatch: pytest.MonkeyPatch, with_data: bool
+) -> None:
+    """In order by itself, but no such step was ever written, or it has other tensors."""
+    write_step(Run.open(root), StepRef("main", 2))
+    referring(root, {"timeline": "main" if with_data else "side", "step": int(with_data)})
+    opened = read_nowhere_else(root, monkeypatch)
+    place = f"steps/{'main' if with_data else 'side'}/{int(with_data):012d}/{OWN_MODEL}"
+    assert place in opened
+    for file in root.glob("steps/main/000000000002/*.model.safetensors"):
+        assert str(file.relative_to(root)) not in opened
+
+
+@contextmanager
+def upkeep_of(run: Run) -> Iterator[Upkeep]:
+    upkeep = Upkeep(run, Retention(keep_last=1), 0, (), ())
+    try:
+        yield upkeep
+    finally:
+        upkeep.close()
+
+
+def test_references_in_a_circle(root: Path) -> None:
+    """Two timelines whose steps refer to each other: no one follows more than one reference."""
+    run = Run.open(root)
+    begin(run, 1, "side")
+    side = StepRef("side", 1)
+    write_step(run, side)
+    for ref, other in ((REF, side), (side, REF)):
+        (record,) = (root / fmt.step_directory(ref)).glob("*.json")
+        content = content_of(record)
+        extra = {**content["files"][0], "step": {"timeline": other.timeline, "step": other.step}}
+        record.write_bytes(framed({**content, "files": [*content["files"], extra]}))
+    found = [f for f in verify_run(run, run.listing()) if f.level == "damage"]
+    assert found == []
+    before = files_of(root)
+    write_part(run, StepRef("main", 9), small_state(), world_size=2)  # something to clean up
+    assert run.clean_up() == 2
+    assert files_of(root) == before
+    (entry,) = run.entries(REF)
+    run.set_aside(entry)
+    assert (root / fmt.step_directory(REF) / OWN_MODEL).exists(), "the other one refers to it"
+    with upkeep_of(run) as upkeep:
+        for number in (2, 3, 4):
+            write_step(run, StepRef("main", number), session=2)
+            upkeep.after_step(StepRef("main", number), 2)
+            upkeep.finish_removal()
+    assert [str(e.ref) for e in run.listing().steps] == ["main:4", "side:1"]
+
+
+def test_very_many_references(root: Path) -> None:
+    """A record with very many files: refused or read within its own length."""
+    write_step(Run.open(root), StepRef("main", 2))
+    (record,) = root.glob("steps/main/000000000002/*.json")
+    content = content_of(record)
+    file = content["files"][0]
+    many = [{**file, "step": {"timeline": f"t{number}", "step": 1}} for number in range(MANY // 40)]
+    record.write_bytes(framed({**content, "files": [*content["files"], *many]}))
+    run = Run.open(root)
+    with frugal(60 * record.stat().st_size):
+        assert len(references_of(run, run.listing().steps)[StepRef("main", 2)]) == len(many)
+        assert everystep.load(root, step=2).step == 2

@@ -190,6 +190,31 @@ def test_steps_behind_a_link_are_no_fresh_start(root: Path, tmp_path: Path) -> N
         require_fresh(listing)
 
 
+@pytest.mark.parametrize("where", ["file", STEP, "steps/side"])
+def test_a_reference_through_a_link(root: Path, tmp_path: Path, where: str) -> None:
+    """Step 2 refers to a file of an earlier step, and the file or a folder above it is a link."""
+    first = StepRef("side", 1) if where == "steps/side" else REF
+    run = Run.open(root)
+    begin(run, 1, "side")
+    if first != REF:
+        write_step(run, first)
+    write_step(run, StepRef("main", 2), earlier=first)
+    assert damages(root) == []
+    link = root / where
+    if where == "file":
+        (link,) = (root / STEP).glob("*.model.safetensors")
+    target = tmp_path / "outside" / "moved"
+    link.rename(target)
+    link.symlink_to(target)
+    before = files_of(tmp_path / "outside")
+    found = damages(root)
+    assert found and all("link" in what or "not there" in what for what in found)
+    with pytest.raises(EverystepError):
+        everystep.load(root, step=2)
+    everything(root)
+    assert files_of(tmp_path / "outside") == before
+
+
 @pytest.mark.parametrize(
     "what", ["run.json", "timelines/main.json", "sessions/000001.json", "record", "data"]
 )

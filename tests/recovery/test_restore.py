@@ -32,10 +32,11 @@ from everystep.recovery import restore as restoring
 from everystep.recovery.plan import plan_restore
 from everystep.state.capture import Objects
 from everystep.state.ranks import Ranks
-from everystep.store.format import RunRecord
+from everystep.store.format import FORMAT, RunRecord
 from everystep.store.local import LocalBackend
 from everystep.store.run import Run
 from everystep.types import Json, StepRef
+from trips import BLOCKING
 
 KEEP_ALL = everystep.Retention(keep_last=None)
 
@@ -60,7 +61,12 @@ class Job:
         self.model = nn.Linear(features, 1, bias=False)
         self.counter = Counter()
         self.ck = everystep.Checkpointer(
-            path, model=self.model, extras={"counter": self.counter}, retention=KEEP_ALL, **options
+            path,
+            model=self.model,
+            extras={"counter": self.counter},
+            strategy=BLOCKING,
+            retention=KEEP_ALL,
+            **options,
         )
 
     def __enter__(self) -> Job:
@@ -120,7 +126,7 @@ def empty(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [flip, truncate, empty, Path.unlink])
-@pytest.mark.parametrize("pattern", ["*.json", "*.model.safetensors", "*.state.safetensors"])
+@pytest.mark.parametrize("pattern", ["*.json", "*.model.safetensors", "*.rest.safetensors"])
 def test_a_damaged_newest_step_is_set_aside_and_the_one_before_is_taken(
     trained: Path, harm: Callable[[Path], object], pattern: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -253,7 +259,7 @@ def test_a_store_that_does_not_answer_sets_nothing_aside(
 
 def test_a_newer_version_sets_nothing_aside(trained: Path) -> None:
     """After a downgrade, what the newer version wrote is not damage."""
-    file_of(trained, 3, "*.json").write_bytes(framed({"format": 2}))
+    file_of(trained, 3, "*.json").write_bytes(framed({"format": FORMAT + 1}))
     before = steps_of(trained)
     with Job(trained) as job, pytest.raises(StoreError, match="newer everystep"):
         job.ck.restore()
@@ -399,6 +405,7 @@ def test_the_step_that_a_run_was_restored_from_survives_retention(run_dir: Path)
         run_dir,
         model=model,
         extras={"counter": counter},
+        strategy=BLOCKING,
         retention=everystep.Retention(keep_last=1),
     ) as ck:
         assert ck.restore(2) == 2
@@ -555,7 +562,9 @@ def test_ranks_that_do_not_share_a_directory(
 
     def act(ranks: Ranks) -> object:
         here.ranks = ranks
-        with everystep.Checkpointer(tmp_path / str(ranks.rank), model=nn.Linear(2, 1)) as ck:
+        with everystep.Checkpointer(
+            tmp_path / str(ranks.rank), model=nn.Linear(2, 1), strategy=BLOCKING
+        ) as ck:
             return ck.restore()
 
     results = Meeting(2).all(act)

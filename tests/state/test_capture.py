@@ -14,7 +14,7 @@ from everystep.errors import Damaged, LayoutMismatch, Unsupported
 from everystep.state.capture import Objects, quiet_differences
 from everystep.state.form import check_form
 from states import assert_same_state, rng_state, state_of
-from trips import misfit, restore, restore_run, save_run, stored
+from trips import BLOCKING, misfit, restore, restore_run, save_run, stored
 
 
 def _net(seed: int = 0) -> nn.Sequential:
@@ -36,7 +36,7 @@ def test_checkpoints_change_nothing(tmp_path: Path) -> None:  # O02, O10, C11
         _step(free, plain)
     expected = state_of(free, plain)
     torch.manual_seed(5)
-    with Checkpointer(tmp_path / "a", model=watched, optimizer=optimizer) as ck:
+    with Checkpointer(tmp_path / "a", model=watched, optimizer=optimizer, strategy=BLOCKING) as ck:
         assert ck.restore() == 0
         for _ in range(4):
             _step(watched, optimizer)

@@ -18,7 +18,7 @@ from everystep import Checkpointer
 from everystep.errors import LayoutMismatch
 from everystep.state.loaders import is_loader
 from states import assert_same_state, rng_state, state_of
-from trips import Holder, restore, restore_run, stored
+from trips import BLOCKING, Holder, restore, restore_run, stored
 
 S = lr_scheduler
 
@@ -250,7 +250,9 @@ def test_a_loader_goes_on(workers: int, kind: str, stop: int, tmp_path: Path) ->
 
     first = _Run(0, workers, kind)
     steps = first.batches(3)
-    with Checkpointer(tmp_path / "run", model=first.model, extras=first.extras) as ck:
+    with Checkpointer(
+        tmp_path / "run", model=first.model, extras=first.extras, strategy=BLOCKING
+    ) as ck:
         ck.restore()
         seen = []
         for _ in range(stop):

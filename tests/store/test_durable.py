@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import mmap
 import os
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from byte_runs import noise
@@ -15,6 +20,7 @@ from everystep.errors import StoreFailed
 from everystep.store import durable
 from everystep.store.durable import SystemCalls, make_directories, write_new
 from everystep.types import Buffer
+from waiting import until
 
 BLOCK = 4096
 BUFFER = 2 * BLOCK
@@ -44,6 +50,12 @@ class Recorder(SystemCalls):
     def create(self, path: Path, flags: int) -> int:
         self.note("create", path.name)
         fd = super().create(path, flags)
+        self.paths[fd] = path.name
+        return fd
+
+    def reopen(self, path: Path) -> int:
+        self.note("reopen", path.name)
+        fd = super().reopen(path)
         self.paths[fd] = path.name
         return fd
 
@@ -163,6 +175,235 @@ def test_a_source_that_fails_leaves_nothing(tmp_path: Path, small_buffers: str) 
     with pytest.raises(KeyboardInterrupt):
         write_new(tmp_path / "a", 4 * BUFFER, parts(), "tag", SystemCalls())
     assert os.listdir(tmp_path) == []
+
+
+# ---------------------------------------------------------------- parts that last
+
+
+class Addresses(SystemCalls):
+    """Notes from where in memory what is written comes, and how much anonymous memory there is."""
+
+    def __init__(self) -> None:
+        self.sources: list[tuple[int, int, int]] = []
+        self.anonymous_bytes = 0
+
+    def write_at(self, fd: int, data: Buffer, offset: int) -> int:
+        self.sources.append((address_of(data), len(data), offset))
+        self.anonymous_bytes = max(self.anonymous_bytes, anonymous_bytes())
+        return super().write_at(fd, data, offset)
+
+
+def address_of(data: Buffer) -> int:
+    found: int = np.frombuffer(data, np.uint8).ctypes.data
+    return found
+
+
+def anonymous_bytes() -> int:
+    """What this process has of memory that is in no file."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    raise LookupError("RssAnon")
+
+
+@contextlib.contextmanager
+def image(data: bytes) -> Iterator[memoryview]:
+    """Shared memory that holds these bytes, page-aligned. At the end nobody may have a view of
+    it, or it could not be closed."""
+    fd = os.memfd_create("image")
+    try:
+        os.write(fd, data)
+        with mmap.mmap(fd, len(data)) as memory, memoryview(memory) as view:
+            yield view
+    finally:
+        os.close(fd)
+
+
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable, "_BUFFER_BYTES", BUFFER)
+    monkeypatch.setattr(durable, "DIRECT_FROM_BYTES", 1)
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("length", [1, BLOCK, BUFFER + 1, 5 * BUFFER - 1, 5 * BUFFER + BLOCK + 7])
+@pytest.mark.parametrize("sizes", [1 << 30, 3 * BUFFER, BLOCK, BLOCK + 8, 1000])
+def test_what_is_aligned_is_written_from_where_it_lies(
+    tmp_path: Path, length: int, sizes: int
+) -> None:
+    data = noise(length)
+    calls = Addresses()
+    with image(data) as view:
+        start = address_of(view)
+        parts = (view[at : at + sizes] for at in range(0, length, sizes))
+        written = write_new(tmp_path / "a", length, parts, "tag", calls, lasting=True)
+        del parts
+    assert written.read_bytes() == data
+    assert all(nbytes <= BUFFER for _, nbytes, _ in calls.sources)
+    in_place = {at // BLOCK for at, nbytes, to in calls.sources if at - start == to
+                for at in range(to, to + nbytes, BLOCK)}  # fmt: skip
+    within = {
+        block
+        for part in range(0, length, sizes)
+        for block in range(-(-part // BLOCK), min(part + sizes, length) // BLOCK)
+    }
+    assert in_place == within
+
+
+@pytest.mark.usefixtures("direct")
+def test_what_is_not_aligned_as_in_the_file_is_copied(tmp_path: Path) -> None:
+    data = noise(3 * BUFFER)
+    calls = Addresses()
+    with image(b"123" + data) as view:
+        write_new(tmp_path / "a", len(data), [view[3:]], "tag", calls, lasting=True)
+        inside = range(address_of(view), address_of(view) + len(view))
+        assert not any(at in inside for at, _, _ in calls.sources)
+    assert (tmp_path / ".a.tag.tmp").read_bytes() == data
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("lasting", [False, True])
+def test_parts_that_do_not_last_or_are_read_only_are_copied(tmp_path: Path, lasting: bool) -> None:
+    data = noise(BUFFER)
+    calls = Addresses()
+    with image(data) as view, view.toreadonly() as fixed:
+        part = fixed if lasting else view
+        written = write_new(tmp_path / "a", BUFFER, [part], "tag", calls, lasting=lasting)
+        assert address_of(view) not in [at for at, _, _ in calls.sources]
+    assert written.read_bytes() == data
+
+
+@pytest.mark.usefixtures("direct")
+def test_parts_are_asked_for_while_others_are_written(tmp_path: Path) -> None:
+    """The next piece is made while two are under way, and no more than these."""
+    asked: list[int] = []
+    go_on = threading.Event()
+
+    class Waits(SystemCalls):
+        def write_at(self, fd: int, data: Buffer, offset: int) -> int:
+            assert go_on.wait(60)
+            return super().write_at(fd, data, offset)
+
+    def parts(view: memoryview) -> Iterator[memoryview]:
+        for at in range(0, len(view), BUFFER):
+            asked.append(at // BUFFER)
+            yield view[at : at + BUFFER]
+
+    with image(noise(6 * BUFFER)) as view:
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(
+                write_new, tmp_path / "a", len(view), parts(view), "t", Waits(), lasting=True
+            )
+            try:
+                until(lambda: len(asked) >= 3, 60, "the third piece to be asked for")
+                assert not writing.done()
+                assert asked == [0, 1, 2]  # it is held back until the first is written
+            finally:
+                go_on.set()
+            written = writing.result()
+        assert written.read_bytes() == bytes(view)
+        del writing
+    assert asked == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_aligned_file_takes_no_memory(tmp_path: Path) -> None:
+    nbytes = (40 << 20) + 5
+    calls = Addresses()
+    with image(bytes(nbytes)) as view:
+        before = anonymous_bytes()
+        write_new(tmp_path / "a", nbytes, [view], "tag", calls, lasting=True)
+    assert len(calls.sources) == 4
+    assert calls.anonymous_bytes - before < 2 << 20
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_fault_in_the_middle_of_lasting_parts(tmp_path: Path, number: int) -> None:
+    with image(noise(6 * BUFFER + 5)) as view:
+        for call in range(1, 8):
+            calls = Recorder(fail_at=call, number=number)
+            with pytest.raises(OSError) as raised:
+                write_new(tmp_path / "a", len(view), [view], "tag", calls, lasting=True)
+            assert (calls.fired, raised.value.errno) == (1, number)
+            assert os.listdir(tmp_path) == []
+            del raised
+
+
+# ---------------------------------------------------------------- files that are written over
+
+
+@pytest.fixture
+def spare(tmp_path: Path) -> Path:
+    path = tmp_path / ".spare.tmp"
+    path.write_bytes(noise(4 * BUFFER, "old"))
+    return path
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("length", [4 * BUFFER, 4 * BUFFER - 1, 3 * BUFFER + 5])
+def test_a_spare_is_written_over_and_cut(tmp_path: Path, spare: Path, length: int) -> None:
+    inode = spare.stat().st_ino
+    calls = Recorder()
+    data = noise(length, "new")
+    written = write_new(tmp_path / "a", length, [data], "tag", calls, spare=spare)
+    assert calls.order == ["reopen", "write", "truncate", "sync", "close"]
+    assert (written, written.stat().st_ino) == (spare, inode)
+    assert written.read_bytes() == data
+
+
+@pytest.mark.usefixtures("direct")
+@pytest.mark.parametrize("in_use", ["another name", "open", "mapped", "a link", "gone"])
+def test_a_spare_that_somebody_can_still_see_is_left_as_it_is(
+    tmp_path: Path, spare: Path, in_use: str
+) -> None:
+    old = spare.read_bytes()
+    with contextlib.ExitStack() as stack:
+        kept = tmp_path / "kept"
+        if in_use == "a link":
+            spare.rename(kept)
+            spare.symlink_to(kept)
+        elif in_use == "another name":
+            os.link(spare, kept)
+        elif in_use == "gone":
+            spare.unlink()
+        else:
+            file = stack.enter_context(spare.open("rb"))
+            if in_use == "mapped":
+                memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                stack.enter_context(memory)
+                file.close()
+        data = noise(4 * BUFFER, "new")
+        written = write_new(tmp_path / "a", len(data), [data], "tag", SystemCalls(), spare=spare)
+        if in_use == "open":
+            assert file.read() == old
+        elif in_use == "mapped":
+            assert memory[:] == old
+        elif in_use != "gone":
+            assert kept.read_bytes() == old
+    assert written.name == ".a.tag.tmp"
+    assert written.read_bytes() == data
+    assert not os.path.lexists(spare)
+
+
+@pytest.mark.usefixtures("direct")
+def test_a_fault_while_a_spare_is_written_over_leaves_nothing(tmp_path: Path) -> None:
+    fired = 0
+    for call in range(9):
+        spare = tmp_path / ".spare.tmp"
+        spare.write_bytes(noise(4 * BUFFER, "old"))
+        calls = Recorder(fail_at=call)
+        data = noise(4 * BUFFER, "new")
+        try:
+            write_new(tmp_path / "a", len(data), [data], "tag", calls, spare=spare).unlink()
+            assert call == 0 or not calls.fired  # where it cannot be opened, a new file is made
+        except OSError:
+            assert calls.fired == 1
+        fired += calls.fired
+        assert os.listdir(tmp_path) == [], f"call {call} of {calls.seen}"
+    assert fired == 8
+
+
+# ---------------------------------------------------------------- refusals
 
 
 class NoDirect(SystemCalls):

@@ -30,8 +30,8 @@ from everystep.types import StepRef
 
 RUN = RunRecord(run="0123456789abcdef0123456789abcdef", created="2026-01-01T00:00:00Z")
 RUN_BYTES = (
-    b'{"xxh3_128":"19f7136453103d28e403bfe138863caa",\n'
-    b'"content":{"format":1,"run":"0123456789abcdef0123456789abcdef",'
+    b'{"xxh3_128":"9f6bde535986316e201eb9782c0e9c45",\n'
+    b'"content":{"format":2,"run":"0123456789abcdef0123456789abcdef",'
     b'"created":"2026-01-01T00:00:00Z"}}\n'
 )
 SESSION = SessionRecord(
@@ -46,8 +46,8 @@ SESSION = SessionRecord(
     versions={"torch": "2.6.0"},
 )
 SESSION_BYTES = (
-    b'{"xxh3_128":"b52acc03f07fa83b2da0a466fe55470e",\n'
-    b'"content":{"format":1,"run":"0123456789abcdef0123456789abcdef","session":2,'
+    b'{"xxh3_128":"42782b9a03a0ea3f896096b39ca62105",\n'
+    b'"content":{"format":2,"run":"0123456789abcdef0123456789abcdef","session":2,'
     b'"timeline":"main@5","world_size":1,"restored":{"timeline":"main","step":5},'
     b'"created":"2026-01-01T00:00:00Z","host":"here","pid":42,"versions":{"torch":"2.6.0"}}}\n'
 )
@@ -56,8 +56,8 @@ ARABIC_1 = "\u0660" * 5 + "\u0661"
 
 TIMELINE = TimelineRecord(name="main", parent=None)
 TIMELINE_BYTES = (
-    b'{"xxh3_128":"37e76d6345021ac9d91a09b507674bb8",\n'
-    b'"content":{"format":1,"name":"main","parent":null}}\n'
+    b'{"xxh3_128":"5dd8659879957699b95cd674d399c946",\n'
+    b'"content":{"format":2,"name":"main","parent":null}}\n'
 )
 
 
@@ -75,7 +75,7 @@ def test_the_hash_covers_all_after_it() -> None:
     assert RUN_BYTES.index(b"content") < fmt.FRAME_BYTES == RUN_BYTES.index(b'{"format"')
     covered = RUN_BYTES[RUN_BYTES.index(b"\n") :]
     assert xxhash.xxh3_128(covered, seed=0).hexdigest().encode() in RUN_BYTES
-    assert msgspec.json.decode(RUN_BYTES)["content"]["format"] == 1  # a frame is plain JSON
+    assert msgspec.json.decode(RUN_BYTES)["content"]["format"] == 2  # a frame is plain JSON
 
 
 @pytest.mark.parametrize("record", [RUN, TIMELINE], ids=["run", "timeline"])
@@ -122,7 +122,7 @@ def test_content_that_makes_no_sense_is_damage(content: bytes) -> None:
 def test_a_newer_format_is_no_damage() -> None:
     """Nothing may be set aside, deleted or written over because a newer version wrote it."""
     with pytest.raises(StoreError, match="newer") as raised:
-        decode_record(framed({"format": 2, "anything": "else"}), RunRecord, "path")
+        decode_record(framed({"format": fmt.FORMAT + 1, "anything": "else"}), RunRecord, "path")
     assert type(raised.value) is StoreError
     assert "upgrade" in str(raised.value)
 

@@ -19,6 +19,7 @@ from byte_runs import (
     new_run,
     noise,
     pieces_of,
+    read_back,
     small_state,
     tensor,
     write_part,
@@ -37,21 +38,6 @@ from everystep.store.verify import verify_run
 from everystep.types import _ITEM_BYTES, Piece, StepRef, TensorSpec, element_count, join_key
 
 REF = StepRef("main", 1)
-
-
-def read_back(run: Run, ref: StepRef, rank: int) -> dict[str, bytes]:
-    """All tensors of a rank, as restore reads them."""
-    (entry,) = run.entries(ref)
-    assert entry.complete
-    records = run.records(entry)
-    buffers: dict[str, bytearray] = {}
-
-    def buffer_for(spec: TensorSpec) -> memoryview:
-        buffers[spec.key] = bytearray(spec.nbytes)
-        return memoryview(buffers[spec.key])
-
-    StepReader(run.backend, entry, records).read(locate(records, rank), buffer_for)
-    return {key: bytes(data) for key, data in buffers.items()}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
@@ -422,10 +408,13 @@ def test_a_piece_of_another_tensor_is_not_taken_for_it(tmp_path: Path) -> None:
         ("/models/model/a.b", "model"),
         ("/models/model/a~1b", "model"),
         ("/models/gen/a", "model.gen"),
-        ("/models/model/extra_state/x/y", "state"),
-        ("/models/model", "state"),
-        ("/extras/model/x", "state"),
-        ("/rng/torch", "state"),
+        ("/models/model/extra_state/x/y", "rest"),
+        ("/models/model", "rest"),
+        ("/optimizers/optimizer/state/model/a/exp_avg", "state"),
+        ("/optimizers/gen/state/model/a/exp_avg", "state"),
+        ("/optimizers/optimizer/groups/0/lr", "rest"),
+        ("/extras/model/x", "rest"),
+        ("/rng/torch", "rest"),
     ],
 )
 def test_sections(key: str, section: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 import everystep
 from everystep.errors import Damaged, Missing, RunBusy, StoreError, StoreFailed, StoreFull
-from everystep.store import local
+from everystep.store import durable, local
 from everystep.store.backend import Entry, NewFile
 from everystep.store.durable import SystemCalls
 from everystep.store.local import LocalBackend, translated
@@ -157,6 +158,267 @@ def test_sweep_removes_what_dead_processes_left_and_not_its_own(tmp_path: Path) 
     own.write_bytes(b"being written")
     backend.sweep()
     assert sorted(os.listdir(tmp_path / "d")) == sorted([own.name, "file"])
+
+
+# ---------------------------------------------------------------- files that are written over
+
+
+@pytest.fixture
+def all_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of any size are written directly, and may be written over."""
+    monkeypatch.setattr(durable, "DIRECT_FROM_BYTES", 1)
+
+
+def spares(root: Path) -> list[int]:
+    """The lengths of what is kept for reuse, oldest first."""
+    found = sorted(root.glob(".spare-*.tmp"), key=lambda path: path.name)
+    assert all(durable.is_temporary(path.name) for path in found)
+    return [path.stat().st_size for path in found]
+
+
+@pytest.mark.usefixtures("all_large")
+def test_a_file_takes_the_space_of_a_deleted_one(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    class Log(SystemCalls):
+        def rename(self, source: Path, target: Path) -> None:
+            seen.append(f"rename {source.name[:7]} {target.name[:7]}")
+            super().rename(source, target)
+
+        def sync_directory(self, path: Path) -> None:
+            seen.append(f"directory {path.relative_to(tmp_path)}")
+            super().sync_directory(path)
+
+        def create(self, path: Path, flags: int) -> int:
+            seen.append(f"create {path.name}")
+            return super().create(path, flags)
+
+        def reopen(self, path: Path) -> int:
+            seen.append(f"reopen {path.name[:7]}")
+            return super().reopen(path)
+
+    backend = LocalBackend(tmp_path, Log())
+    put(backend, "d/old", b"0123456789")
+    put(backend, "d/other")
+    inode = (tmp_path / "d/old").stat().st_ino
+    seen.clear()
+    backend.delete("d/old", reuse=True)
+    assert seen == ["rename old .spare-", "directory d", "directory ."]
+    assert spares(tmp_path) == [10]
+    with pytest.raises(Missing):
+        backend.size("d/old")
+    seen.clear()
+    put(backend, "d/new", b"abcdefghi")
+    assert seen == ["directory .", "reopen .spare-", "rename .spare- new", "directory d"]
+    assert (tmp_path / "d/new").stat().st_ino == inode
+    assert read(backend, "d/new") == b"abcdefghi"
+    assert spares(tmp_path) == []
+
+
+@pytest.mark.usefixtures("all_large")
+@pytest.mark.parametrize(("length", "taken"), [(7, 0), (8, 1), (10, 1), (11, 0)])
+def test_a_spare_fits_files_of_about_its_size(tmp_path: Path, length: int, taken: int) -> None:
+    backend = LocalBackend(tmp_path)
+    put(backend, "old", bytes(10))
+    backend.delete("old", reuse=True)
+    put(backend, "new", bytes(length))
+    assert len(spares(tmp_path)) == 1 - taken
+
+
+@pytest.mark.usefixtures("all_large")
+def test_spares_are_few_and_no_larger_than_a_put(tmp_path: Path) -> None:
+    backend = LocalBackend(tmp_path)
+    for size in (10, 11, 12, 13, 14):
+        put(backend, str(size), bytes(size))
+    for size in (10, 11, 12):
+        backend.delete(str(size), reuse=True)
+        assert spares(tmp_path) == [size]  # the oldest goes: two are more than the largest put
+    backend.put([NewFile(f"p{n}", 100, [bytes(100)]) for n in range(2)])
+    backend.delete("13", reuse=True)
+    backend.delete("p0", reuse=True)
+    assert spares(tmp_path) == [12, 13, 100]
+    backend.put([NewFile(f"q{n}", 10, [bytes(10)]) for n in range(4)])
+    assert spares(tmp_path) == [13, 100]
+    for n in range(4):
+        backend.delete(f"q{n}", reuse=True)
+    assert spares(tmp_path) == [10, 10, 10, 10]  # at most four
+
+
+@pytest.mark.usefixtures("all_large")
+def test_what_may_not_be_written_over_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    backend = LocalBackend(tmp_path / "run")
+    put(backend, "linked", b"kept by somebody")
+    os.link(tmp_path / "run/linked", tmp_path / "kept")
+    (tmp_path / "run/link").symlink_to(tmp_path / "kept")
+    os.mkfifo(tmp_path / "run/pipe")
+    monkeypatch.setattr(durable, "DIRECT_FROM_BYTES", 5)
+    put(backend, "small")
+    for name in ("linked", "link", "pipe", "small", "nothing"):
+        backend.delete(name, reuse=True)
+    put(LocalBackend(tmp_path / "run"), "before")
+    LocalBackend(tmp_path / "run").delete("before", reuse=True)  # nothing was put: no bound known
+    assert os.listdir(tmp_path / "run") == []
+    assert (tmp_path / "kept").read_bytes() == b"kept by somebody"
+
+
+@pytest.mark.usefixtures("all_large")
+def test_a_file_that_was_linked_after_it_was_deleted_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+
+    class Racing(SystemCalls):
+        def rename(self, source: Path, target: Path) -> None:
+            if source.name == "a":
+                os.link(source, tmp_path / "kept")
+            super().rename(source, target)
+
+    backend = LocalBackend(tmp_path / "run", Racing())
+    put(backend, "a", b"first")
+    backend.delete("a", reuse=True)
+    put(backend, "b", b"later")
+    assert (tmp_path / "kept").read_bytes() == b"first"
+    assert os.listdir(tmp_path / "run") == ["b"]
+
+
+@pytest.mark.usefixtures("all_large")
+def test_a_file_whose_name_may_come_back_is_not_written_over(tmp_path: Path) -> None:
+    fail: list[str] = []
+
+    class Failing(SystemCalls):
+        def sync_directory(self, path: Path) -> None:
+            if path.name in fail:
+                raise OSError(errno.EIO, "no")
+            super().sync_directory(path)
+
+    backend = LocalBackend(tmp_path, Failing())
+    for directory in ("d", tmp_path.name):
+        put(backend, "d/stays")
+        put(backend, "d/a")
+        fail[:] = [directory]
+        with pytest.raises(StoreFailed):
+            backend.delete("d/a", reuse=True)
+        fail.clear()
+        assert os.listdir(tmp_path) == ["d"]
+        assert os.listdir(tmp_path / "d") == ["stays"]
+
+
+@pytest.mark.usefixtures("all_large")
+def test_a_directory_on_another_disk(tmp_path: Path) -> None:
+    class Mounted(SystemCalls):
+        def rename(self, source: Path, target: Path) -> None:
+            if source.parent != target.parent:
+                raise OSError(errno.EXDEV, "across disks")
+            super().rename(source, target)
+
+    backend = LocalBackend(tmp_path, Mounted())
+    put(backend, "d/a")
+    backend.delete("d/a", reuse=True)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.usefixtures("all_large")
+def test_spares_go_when_there_is_no_space_for_a_new_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = LocalBackend(tmp_path)
+    free = [100]
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(local.shutil, "disk_usage", lambda _: usage._replace(free=free[0]))
+    put(backend, "a", bytes(50))
+    backend.delete("a", reuse=True)
+    put(backend, "b", bytes(100))
+    assert spares(tmp_path) == [50]
+    free[0] = 99
+    put(backend, "c", bytes(40))  # takes it
+    backend.delete("c", reuse=True)
+    assert spares(tmp_path) == [40]
+    put(backend, "d", bytes(100))
+    assert spares(tmp_path) == []
+
+
+@pytest.mark.usefixtures("all_large")
+def test_spares_go_when_a_put_finds_no_space(tmp_path: Path) -> None:
+    calls = SystemCalls()
+    backend = LocalBackend(tmp_path, calls)
+    put(backend, "a", bytes(50))
+    put(backend, "b", bytes(50))
+    backend.delete("a", reuse=True)
+
+    def full(path: Path) -> None:
+        raise OSError(errno.EDQUOT, "no more")
+
+    calls.make_directory = full  # type: ignore[method-assign]
+    with pytest.raises(StoreFull):
+        put(backend, "d/c", bytes(50))
+    assert spares(tmp_path) == []
+
+
+@pytest.mark.usefixtures("all_large")
+def test_spares_are_released_by_their_owner_or_swept_by_the_next(tmp_path: Path) -> None:
+    backend = LocalBackend(tmp_path)
+    for end in (backend.release_spares, LocalBackend(tmp_path).sweep):
+        put(backend, "a")
+        backend.delete("a", reuse=True)
+        backend.sweep()
+        assert spares(tmp_path) == [4]
+        end()
+        assert os.listdir(tmp_path) == []
+    put(backend, "a", b"others")  # the spare that was swept is not missed
+    assert read(backend, "a") == b"others"
+
+
+class Careless(SystemCalls):
+    """Writes over files that somebody has open."""
+
+    reopened = 0
+
+    def reopen(self, path: Path) -> int:
+        self.reopened += 1
+        return os.open(path, os.O_WRONLY | os.O_DIRECT)
+
+
+@pytest.mark.usefixtures("all_large")
+@pytest.mark.parametrize("name", ["b", "a"])
+def test_what_was_written_over_while_it_was_read_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Its space is now that of another file, or of another of the same name."""
+    calls = Careless()
+    backend = LocalBackend(tmp_path, calls)
+    put(backend, "a", b"12345678")
+    reader = LocalBackend(tmp_path)
+    preadv = os.preadv
+
+    def half(fd: int, buffers: list[memoryview], offset: int) -> int:
+        taken = preadv(fd, [buffers[0][:4]], offset)
+        if offset == 0:
+            backend.delete("a", reuse=True)
+            put(backend, name, b"abcdefgh")
+        return taken
+
+    monkeypatch.setattr(local.os, "preadv", half)
+    into = bytearray(8)
+    with pytest.raises(Missing):
+        reader.read("a", memoryview(into), 0)
+    assert calls.reopened == 1
+    assert into == b"1234efgh"
+
+
+def test_a_small_file_that_is_replaced_while_it_is_read(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes are those of the file that was opened: it is never written over."""
+    put(backend, "a", b"before")
+    preadv = os.preadv
+
+    def replaced(fd: int, buffers: list[memoryview], offset: int) -> int:
+        put(backend, "a", b"behind")
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(local.os, "preadv", replaced)
+    assert read(backend, "a") == b"before"
 
 
 # ---------------------------------------------------------------- names and links

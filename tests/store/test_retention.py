@@ -42,7 +42,7 @@ def gone(
     pinned: tuple[int, ...] = (),
 ) -> list[int]:
     by_ref = {main(step): value for step, value in (metrics or {}).items()}
-    plan = plan_retention(entries, policy, by_ref, {main(step) for step in pinned})
+    plan = plan_retention(entries, policy, by_ref, {main(step) for step in pinned}, {})
     return sorted(entry.ref.step for entry in plan)
 
 
@@ -118,15 +118,15 @@ def test_what_never_became_complete_goes_when_a_newer_step_is() -> None:
 
 def test_an_older_writing_of_a_step_goes_and_a_newer_one_stays() -> None:
     old, new, newer = made_up(5, session=1), made_up(5, session=2), made_up(5, 3, "a-")
-    assert plan_retention([old, new, newer], Retention(), {}, ()) == [old]
-    assert plan_retention([newer, new, old], Retention(), {}, ()) == [old]
+    assert plan_retention([old, new, newer], Retention(), {}, (), {}) == [old]
+    assert plan_retention([newer, new, old], Retention(), {}, (), {}) == [old]
 
 
 def test_a_low_number_in_a_reused_directory() -> None:
     """G06: order is by step within a timeline, and another timeline is not looked at."""
     fork = StepRef("main@9", 10)
     entry = StepEntry(ref=fork, session=2, world_size=1, parts=(PartName(2, 0, 1, ""),), nbytes=0)
-    assert plan_retention([entry], Retention(keep_last=1), {}, {main(9)}) == []
+    assert plan_retention([entry], Retention(keep_last=1), {}, {main(9)}, {}) == []
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_whatever_the_listing_the_best_of_it_stays(
     metrics: dict[StepRef, float],
     pinned: set[StepRef],
 ) -> None:
-    plan = plan_retention(entries, policy, metrics, pinned)
+    plan = plan_retention(entries, policy, metrics, pinned, {})
     complete = [entry for entry in entries if entry.complete]
     left = [entry for entry in entries if entry not in plan]
     assert len(left) + len(plan) == len(entries)
@@ -184,7 +184,7 @@ def test_whatever_the_listing_the_best_of_it_stays(
     if policy.keep_last is not None:
         numbers = sorted({entry.ref for entry in complete})
         assert set(numbers[-policy.keep_last :]) <= still
-    again = plan_retention(left, policy, metrics, pinned)
+    again = plan_retention(left, policy, metrics, pinned, {})
     assert again == [], "once is enough"
 
 
@@ -194,8 +194,8 @@ def test_what_one_rank_lets_go_no_later_rank_wants(
 ) -> None:
     """Ranks plan at different moments and must not end with halves: what may go may go for ever."""
     early = [entry for entry in entries if entry.ref.step <= cut]
-    first = plan_retention(early, policy, metrics, ())
-    later = plan_retention(entries, policy, metrics, ())
+    first = plan_retention(early, policy, metrics, (), {})
+    later = plan_retention(entries, policy, metrics, (), {})
     assert all(entry in later for entry in first)
 
 

@@ -96,7 +96,7 @@ def test_an_identity_that_is_nowhere(tmp_path: Path) -> None:
 
 def test_a_newer_run_is_left_alone(tmp_path: Path) -> None:
     new_run(tmp_path)
-    (tmp_path / "run.json").write_bytes(framed({"format": 2}))
+    (tmp_path / "run.json").write_bytes(framed({"format": fmt.FORMAT + 1}))
     before = files_of(tmp_path)
     for attempt in (Run.open, lambda path: Run.open_or_create(LocalBackend(path))):
         with pytest.raises(StoreError, match="newer"):

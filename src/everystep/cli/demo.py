@@ -1,4 +1,4 @@
-"""`everystep demo`: kill a training job with SIGKILL, and prove that nothing was lost."""
+"""`everystep demo`: kill a training job with SIGKILL, and prove that it ends in the same bits."""
 
 from __future__ import annotations
 
@@ -195,13 +195,13 @@ class Show:
 
 def report(outcome: Outcome, console: Console) -> None:
     """Print the record as tables and a verdict."""
-    table = Table("kill", "rank", "struck while", "steps lost", "running again", "of it restore")
+    table = Table("kill", "rank", "struck while", "steps again", "running again", "of it restore")
     for i, kill in enumerate(outcome.kills, 1):
         table.add_row(
             str(i),
             str(kill.rank),
             f"{kill.phase} step {kill.step}",
-            str(kill.lost_steps),
+            str(kill.repeated_steps),
             f"after {kill.resume_s:.1f} s",
             f"{kill.restore_s:.2f} s",
         )
@@ -210,7 +210,7 @@ def report(outcome: Outcome, console: Console) -> None:
     console.print(
         f"Checkpoints: {1e3 * spent.checkpoint_s:.0f} ms beside {1e3 * spent.train_s:.0f} ms of "
         f"training per step ({spent.share:.1%} of all step time), "
-        f"{spent.written_bytes / 1e6:.1f} MB per rank and step."
+        f"{spent.copied_bytes / 1e6:.1f} MB per rank and step."
     )
     table = Table("at the end", "uninterrupted", "killed", "")
     for name, part in outcome.parts.items():

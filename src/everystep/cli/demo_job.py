@@ -184,8 +184,8 @@ def train(run: Path, journal: Journal, steps: int, seed: int) -> None:
             trained_s = time.perf_counter()
             journal.write("trained", step, took_s=trained_s - began_s, loss=loss.item())
             ck.step(loss=loss.item())
-            saved_s, size = time.perf_counter() - trained_s, ck.stats[-1].written_bytes
-            journal.write("saved", step, took_s=saved_s, written_bytes=size)
+            saved_s, size = time.perf_counter() - trained_s, ck.stats[-1].copied_bytes
+            journal.write("saved", step, took_s=saved_s, copied_bytes=size)
         journal.write("ended", steps, live=live_hash(model.module, optimizer))
 
 

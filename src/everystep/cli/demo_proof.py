@@ -28,8 +28,9 @@ class Kill(msgspec.Struct, frozen=True):
     """the step that the rank was in"""
     phase: Literal["training", "saving"]
     resumed_after_step: int
-    lost_steps: int
-    """steps that were gone although `Checkpointer.step` had returned on every rank"""
+    repeated_steps: int
+    """steps that had to be trained again although `Checkpointer.step` had returned on every rank:
+    one that was still being copied when the process died"""
     resume_s: float
     """from the kill to the end of the first newly completed step"""
     restore_s: float
@@ -53,7 +54,7 @@ class Price(msgspec.Struct, frozen=True):
     """median time of a checkpoint"""
     share: float
     """time of all checkpoints / time of all steps with their checkpoints"""
-    written_bytes: int
+    copied_bytes: int
     """median per rank and step"""
 
 
@@ -70,7 +71,7 @@ def cost(strike: Strike, events: list[list[Event]]) -> Kill:
         step=victim.step + (victim.name == "saved"),
         phase="saving" if victim.name == "trained" else "training",
         resumed_after_step=resumed_after_step,
-        lost_steps=max(0, completed - resumed_after_step),
+        repeated_steps=max(0, completed - resumed_after_step),
         resume_s=max(e.at_s for e in again) - strike.at_s,
         restore_s=max(e.took_s for e in restored),
     )
@@ -85,7 +86,7 @@ def price(events: list[list[Event]]) -> Price:
         train_s=statistics.median(train_s),
         checkpoint_s=statistics.median(save_s),
         share=sum(save_s) / (sum(save_s) + sum(train_s)),
-        written_bytes=int(statistics.median(e.written_bytes for e in saves)),
+        copied_bytes=int(statistics.median(e.copied_bytes for e in saves)),
     )
 
 

@@ -35,7 +35,7 @@ class Event(msgspec.Struct, frozen=True):
     pid: int
     took_s: float = 0.0
     loss: float | None = None
-    written_bytes: int = 0
+    copied_bytes: int = 0
     live: str = ""
     """hash of the weights and moments in the memory of the rank"""
 

@@ -29,6 +29,8 @@ _EXAMPLES = {
     "diff": "everystep diff runs/gpt 900 901",
     "export": "everystep export runs/gpt --step 900 --to model.safetensors",
     "prune": "everystep prune runs/gpt --keep-last 5 --keep-every 1000 --dry-run",
+    "plan": "everystep plan full --from-run runs/gpt",
+    "report": "everystep report runs/gpt --trace trace.json",
 }
 """One example of each command; each lives in the module of its name."""
 
@@ -89,7 +91,11 @@ def _app(arguments: Sequence[str]) -> typer.Typer:
         called = "ls"  # any
     for name in [called] if called in _EXAMPLES else _EXAMPLES:
         function = getattr(importlib.import_module(f"everystep.cli.{name}"), str(name))
-        app.command(name, epilog=f"Example: {_EXAMPLES[str(name)]}")(function)
+        epilog = f"Example: {_EXAMPLES[str(name)]}"
+        if isinstance(function, typer.Typer):  # a group of commands
+            app.add_typer(function, name=name, epilog=epilog)
+        else:
+            app.command(name, epilog=epilog)(function)
     return app
 
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from everystep.errors import EverystepError
-from everystep.types import Json
+from everystep.types import Json, StepRef
 
 _IN_TENSORS = ("$tensor", "$leaf", "$parameter", "$frozen", "$array", "$coo")
 
@@ -231,3 +231,18 @@ def spoken_value(value: Json, width: int | None = None) -> str:
     else:
         text = msgspec.json.encode(value).decode()
     return text if width is None or len(text) <= width else text[: width - 1] + "…"
+
+
+def ranges(steps: list[str]) -> str:
+    """Steps on one line, neighbours drawn together: `main:1 to 3, main@2:3`."""
+    texts: list[str] = []
+    first: StepRef | None = None
+    last: StepRef | None = None
+    for ref in [*map(StepRef.parse, steps), None]:
+        if ref and last and ref.timeline == last.timeline and ref.step == last.step + 1:
+            last = ref
+            continue
+        if first and last:
+            texts.append(str(first) if first == last else f"{first} to {last.step}")
+        first = last = ref
+    return ", ".join(texts)

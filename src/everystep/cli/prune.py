@@ -11,12 +11,13 @@ from typing import Annotated
 import typer
 from msgspec import Struct
 
-from everystep.cli.output import Block, Column, Line, Output, Table, counted, size
+from everystep.cli.output import Block, Column, Line, Output, Table, counted, ranges, size
 from everystep.cli.target import AsJson, RunPath, path_text
 from everystep.errors import CannotRestore, NothingToRestore, StoreError, UsageError
 from everystep.store import format as fmt
 from everystep.store.local import LocalBackend
 from everystep.store.pruning import PrunePlan, carry_out, plan_prune
+from everystep.store.references import References, references_of
 from everystep.store.retention import Retention, metric_of
 from everystep.store.run import Listing, Run, StepEntry
 from everystep.store.verify import verify_step
@@ -33,6 +34,14 @@ class Removed(Struct, frozen=True, kw_only=True):
     size_bytes: int
 
 
+class Spared(Struct, frozen=True, kw_only=True):
+    """A step that no rule keeps, and that stays since its files are needed."""
+
+    step: str
+    referred_by: list[str]
+    """The steps that refer to them."""
+
+
 class Pruned(Struct, frozen=True, kw_only=True):
     """The record that the command prints."""
 
@@ -44,6 +53,7 @@ class Pruned(Struct, frozen=True, kw_only=True):
     removed: list[Removed]
     kept: list[str]
     """Complete steps that stay."""
+    spared: list[Spared]
     proved: list[str]
     """Steps that were read whole before anything was removed."""
 
@@ -78,8 +88,8 @@ def prune(
     """Remove checkpoints that no rule keeps, and what crashes have left.
 
     A step stays if any rule keeps it; without a rule all complete steps stay. The newest complete
-    step of each timeline, steps that timelines fork from and the step that the newest session was
-    restored from stay always. Refused while a process is training into the run.
+    step of each timeline, steps that timelines fork from, the one that the newest session was
+    restored from and those to which one that stays refers stay always. Refused during training.
     """
     if largest and keep_best is None:
         raise UsageError("--max says nothing without --keep-best METRIC")
@@ -139,7 +149,16 @@ def decide(run: Run, policy: Retention, timeline: str | None, damaged: bool) -> 
     if policy.keep_best is not None:
         metrics = _metrics(run, listing, policy.keep_best, timeline)
     files = {entry.name: entry.nbytes for entry in run.backend.list("")}
-    return plan_prune(listing, files, policy, metrics, timeline=timeline, set_aside=damaged)
+
+    def plan(references: References) -> PrunePlan:
+        return plan_prune(
+            listing, files, policy, metrics, references, timeline=timeline, set_aside=damaged
+        )
+
+    planned = plan({})  # no record need be read if nothing goes to which one could refer
+    if any(removal.step is not None for removal in planned.removals):
+        planned = plan(references_of(run, listing.steps))
+    return planned
 
 
 def _metrics(run: Run, listing: Listing, name: str, timeline: str | None) -> dict[StepRef, float]:
@@ -198,6 +217,10 @@ def record(plan: PrunePlan, path: str, done: bool = False) -> Pruned:
             for removal in plan.removals
         ],
         kept=[str(entry.ref) for entry in plan.kept],
+        spared=[
+            Spared(step=str(step.step), referred_by=[str(ref) for ref in step.referred_by])
+            for step in plan.spared
+        ],
         proved=[str(entry.ref) for entry in plan.prove] if done else [],
     )
 
@@ -220,7 +243,14 @@ def blocks(report: Pruned) -> Iterator[Block]:
         ]
         columns = [Column("removed" if report.done else "to remove"), Column("because")]
         yield Table([*columns, Column("files", True), Column("size", True)], rows)
+    for spared in report.spared:
+        yield Line(f"{spared.step} stays, since its files are needed: {_needed_by(spared)}")
     yield _summary(report)
+
+
+def _needed_by(spared: Spared) -> str:
+    verb = "refers" if len(spared.referred_by) == 1 else "refer"
+    return f"{ranges(spared.referred_by)} {verb} to them"
 
 
 def _summary(report: Pruned) -> Line:

@@ -9,12 +9,23 @@ import msgspec
 import typer
 from msgspec import Struct
 
-from everystep.cli.output import Block, Cell, Column, Line, Output, Progress, Table, counted, size
+from everystep.cli.output import (
+    Block,
+    Cell,
+    Column,
+    Line,
+    Output,
+    Progress,
+    Table,
+    counted,
+    ranges,
+    size,
+)
 from everystep.cli.target import AsJson, RunPath, StepText, path_text, state_of, writings
 from everystep.store import format as fmt
+from everystep.store.reading import Stretch
 from everystep.store.run import Listing, Run, StepEntry
 from everystep.store.verify import Finding, verify_run, verify_step
-from everystep.types import StepRef
 
 
 class Found(Struct, frozen=True, kw_only=True):
@@ -83,8 +94,9 @@ def judge(
         findings += verify_run(run, msgspec.structs.replace(listing, steps=()))
     newest = listing.complete()
     by_state: dict[str, list[str]] = {"whole": [], "damaged": [], "incomplete": []}
+    proved: set[Stretch] = set()
     for entry in chosen:
-        found = list(verify_step(run, entry, count))
+        found = list(verify_step(run, entry, count, proved))
         if _was_removed(run, entry, found):
             gone = fmt.step_directory(entry.ref)
             what = "was removed while it was read"
@@ -162,18 +174,3 @@ def _table(findings: list[Found]) -> Table:
         for finding in sorted(findings, key=lambda finding: finding.level)  # damage first
     ]
     return Table(columns, rows)
-
-
-def ranges(steps: list[str]) -> str:
-    """Steps on one line, neighbours drawn together: `main:1 to 3, main@2:3`."""
-    texts: list[str] = []
-    first: StepRef | None = None
-    last: StepRef | None = None
-    for ref in [*map(StepRef.parse, steps), None]:
-        if ref and last and ref.timeline == last.timeline and ref.step == last.step + 1:
-            last = ref
-            continue
-        if first and last:
-            texts.append(str(first) if first == last else f"{first} to {last.step}")
-        first = last = ref
-    return ", ".join(texts)

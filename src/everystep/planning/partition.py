@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from everystep.types import Piece, TensorSpec, item_bytes
+
 
 class Extent(NamedTuple):
     """Elements `start` to `stop` (exclusive) of the tensor at `position` of the input."""
@@ -15,7 +17,7 @@ class Extent(NamedTuple):
 
 
 def share_of(
-    elements: Sequence[int], item_bytes: Sequence[int], rank: int, world_size: int
+    elements: Sequence[int], sizes: Sequence[int], rank: int, world_size: int
 ) -> list[Extent]:
     """The share of `rank` when `world_size` ranks split a list of tensors by bytes.
 
@@ -26,16 +28,16 @@ def share_of(
 
     Args:
         elements: number of elements of each tensor.
-        item_bytes: bytes of one element of each tensor.
+        sizes: bytes of one element of each tensor.
         rank: whose share, from 0.
         world_size: among how many.
     """
-    total = sum(n * size for n, size in zip(elements, item_bytes, strict=True))
+    total = sum(n * size for n, size in zip(elements, sizes, strict=True))
     first = total * rank // world_size
     last = total * (rank + 1) // world_size
     share: list[Extent] = []
     begin = 0
-    for index, (n, size) in enumerate(zip(elements, item_bytes, strict=True)):
+    for index, (n, size) in enumerate(zip(elements, sizes, strict=True)):
         if n == 0:
             if rank == 0:
                 share.append(Extent(index, 0, 0))
@@ -46,3 +48,16 @@ def share_of(
             share.append(Extent(index, start, stop))
         begin += n * size
     return share
+
+
+def pieces_of(specs: Sequence[TensorSpec], rank: int, world_size: int) -> list[Piece]:
+    """What a rank stores: all of its own tensors, and its share of the replicated ones."""
+    own = [Piece(spec.key, 0, spec.elements) for spec in specs if not spec.replicated]
+    shared = sorted((spec for spec in specs if spec.replicated), key=lambda spec: spec.key)
+    extents = share_of(
+        [spec.elements for spec in shared],
+        [item_bytes(spec.dtype) or 1 for spec in shared],
+        rank,
+        world_size,
+    )
+    return own + [Piece(shared[e.position].key, e.start, e.stop) for e in extents]

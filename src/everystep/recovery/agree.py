@@ -31,6 +31,20 @@ def on_first_rank(ranks: Ranks, act: Callable[[], Json]) -> Json:
     return told[0]
 
 
+def raise_together(ranks: Ranks, error: EverystepError | None) -> None:
+    """Raise if any rank has an error: its own, or the first other one. Collective.
+
+    Raises:
+        EverystepError: there is one.
+    """
+    told = ranks.gather(as_json(error))
+    if error is not None:
+        raise error
+    for rank, other in enumerate(told):
+        if other is not None:
+            raise from_json(rank, other)
+
+
 def as_json(error: EverystepError | None) -> Json:
     """An error for the other ranks; None for none."""
     return None if error is None else [type(error).__name__, error.headline(), error.hint]

@@ -25,7 +25,7 @@ from everystep.state.form import check_form
 from everystep.state.ranks import Ranks
 from everystep.state.tree import Decoder
 from everystep.store.format import RankRecord
-from everystep.store.reading import StepReader, locate
+from everystep.store.reading import Located, StepReader, locate
 from everystep.store.run import Listing, Run, StepEntry
 from everystep.types import Json, TensorSpec
 
@@ -34,6 +34,10 @@ _log = logging.getLogger("everystep")
 _DAMAGE = (Damaged, Missing, ReplicasDiffer)
 """What makes an older step the better one; anything else (no permission, a layout that does not
 fit) would be the same for every step, and is raised."""
+
+
+Lend = Callable[[str, int, int], memoryview | None]
+"""Gives the bytes of a file (name, offset, length) where they are in memory anyway."""
 
 
 class Proved(NamedTuple):
@@ -56,6 +60,7 @@ def read_part(
     fits: Callable[[RankRecord], None] | None = None,
     progress: Callable[[int], None] | None = None,
     wanted: Callable[[TensorSpec], bool] = lambda spec: True,
+    lend: Lend | None = None,
 ) -> Proved:
     """Read one rank's state of a step and prove every byte of it.
 
@@ -63,6 +68,8 @@ def read_part(
         fits: called with the record before any tensor is read; raises if it is of no use.
         progress: called with the number of bytes just read, from any thread.
         wanted: which tensors to read.
+        lend: may give bytes of parameters and buffers, which are only copied from here; the
+            backend must not copy what it reads to where it has lent it.
 
     Raises:
         Damaged, Missing, ReplicasDiffer: it is not what was written.
@@ -76,23 +83,50 @@ def read_part(
     if fits is not None:
         fits(record)
     tensors: dict[str, torch.Tensor] = {}
+    located = [place for place in locate(records, rank) if wanted(place.tensor.spec)]
+    reader = StepReader(run.backend, entry, records)
+    lent = {} if lend is None else _lent(reader, located, lend)
 
     def buffer_for(spec: TensorSpec) -> memoryview:
-        tensors[spec.key], view = raw.empty_for(spec)
+        if spec.key in lent:
+            view = lent[spec.key]
+            tensors[spec.key] = raw.over(view, spec)
+        else:
+            tensors[spec.key], view = raw.empty_for(spec)
         return view
 
-    located = [place for place in locate(records, rank) if wanted(place.tensor.spec)]
-    StepReader(run.backend, entry, records).read(located, buffer_for, progress)
+    reader.read(located, buffer_for, progress)
     return Proved(record, tensors)
 
 
+def _lent(reader: StepReader, located: Sequence[Located], lend: Lend) -> dict[str, memoryview]:
+    """Bytes of parameters and buffers that are in memory already, by key."""
+    lent = {}
+    for one in located:
+        spec = one.tensor.spec
+        place = reader.place_of(one) if spec.key.startswith("/models/") and spec.nbytes else None
+        view = None if place is None else lend(*place, spec.nbytes)
+        if view is not None:
+            lent[spec.key] = view
+    return lent
+
+
 def restore(
-    run: Run, plan: Plan, objects: Objects, ranks: Ranks, *, strict: bool = True
+    run: Run,
+    plan: Plan,
+    objects: Objects,
+    ranks: Ranks,
+    *,
+    strict: bool = True,
+    lend: Lend | None = None,
 ) -> StepEntry:
     """Bring the objects to the first step of the plan that every rank can prove. Collective.
 
     Nothing live is changed before every rank has proved its part. Steps that failed are set aside
     afterwards, once an older one is known to be good.
+
+    Args:
+        lend: see `read_part`.
 
     Raises:
         CannotRestore: no step of the plan can be proved; all files are left as they are.
@@ -100,7 +134,7 @@ def restore(
     """
     failed: list[tuple[StepEntry, str]] = []
     for entry in plan.candidates:
-        proved, error = _try(run, entry, objects, ranks, strict)
+        proved, error = _try(run, entry, objects, ranks, strict, lend)
         reasons = _agree(ranks, error)
         if not any(reasons):
             _apply(objects, proved, ranks, strict)
@@ -118,7 +152,7 @@ def restore(
 
 
 def _try(
-    run: Run, entry: StepEntry, objects: Objects, ranks: Ranks, strict: bool
+    run: Run, entry: StepEntry, objects: Objects, ranks: Ranks, strict: bool, lend: Lend | None
 ) -> tuple[Proved | None, EverystepError | None]:
     def fits(record: RankRecord) -> None:
         specs = {tensor.spec.key: tensor.spec for tensor in record.tensors}
@@ -127,7 +161,7 @@ def _try(
         misfit.raise_if(strict=strict)
 
     try:
-        proved = read_part(run, entry, ranks.rank, fits)
+        proved = read_part(run, entry, ranks.rank, fits, lend=lend)
         _prove_values(proved)
         return proved, None
     except EverystepError as error:

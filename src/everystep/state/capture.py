@@ -125,31 +125,49 @@ def capture(objects: Objects, world_size: int) -> State:
     for name, optimizer in objects.optimizers.items():
         encoder.new_section(in_models)  # a slot may be the parameter itself
         tree["optimizers"][name] = capture_optimizer(name, optimizer, owners, encoder)
-    tree["extras"] = capture_extras(objects.extras, encoder)
+    tree |= capture_beside(objects, random_state, encoder, asked=True)
+    return State(encoder.held, tree)
+
+
+def capture_beside(
+    objects: Objects, random_state: dict[str, Any], encoder: Encoder, *, asked: bool
+) -> dict[str, Json]:
+    """What belongs to no model and no optimizer: extras, loaders, random number generators.
+
+    Args:
+        random_state: of the global generators, before anything was asked for its state.
+        asked: foreign code was, and may have drawn.
+    """
+    tree: dict[str, Json] = {"extras": capture_extras(objects.extras, encoder)}
     tree["loaders"] = {
         name: capture_loader(name, extra, encoder)
         for name, extra in objects.extras.items()
         if is_loader(extra)
     }
-    if not rng.same_global_state(random_state):  # an extra drew while it was asked for its state
+    if asked and not rng.same_global_state(random_state):
         rng.set_global_state(random_state)
     encoder.new_section()
     tree["rng"] = encoder.encode(random_state, join_key("rng"))
-    return State(encoder.held, tree)
+    return tree
 
 
 def _capture_model(name: str, names: ModelNames, encoder: Encoder) -> Json:
     for fqn, tensor in names.tensors.items():
         key = join_key("models", name, fqn)
         encoder.tensor(tensor, key, replicated=fqn in names.replicated)
-    base = join_key("models", name, "extra_state")
     return {
         "aliases": names.aliases,
         "frozen": _frozen(names),
-        "extra_state": {
-            fqn: encoder.encode(module.get_extra_state(), base + join_key(fqn))
-            for fqn, module in names.extra_state.items()
-        },
+        "extra_state": capture_extra_state(name, names, encoder),
+    }
+
+
+def capture_extra_state(name: str, names: ModelNames, encoder: Encoder) -> dict[str, Json]:
+    """What the modules of one model give as their `get_extra_state`, by FQN."""
+    base = join_key("models", name, "extra_state")
+    return {
+        fqn: encoder.encode(module.get_extra_state(), base + join_key(fqn))
+        for fqn, module in names.extra_state.items()
     }
 
 

@@ -84,7 +84,7 @@ class _Walk:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 self._add(prefix + name, buffer)
-        _refuse_hidden_state(module, prefix)
+        refuse_hidden_state(module, prefix)
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             self._names.extra_state[prefix + "_extra_state"] = module
         for name, child in module._modules.items():
@@ -124,7 +124,7 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
     return None
 
 
-def _refuse_hidden_state(module: nn.Module, prefix: str) -> None:
+def refuse_hidden_state(module: nn.Module, prefix: str) -> None:
     """A module with a `_save_to_state_dict` of its own may store what is no parameter or buffer."""
     if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
         return

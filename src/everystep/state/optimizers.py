@@ -64,10 +64,10 @@ def capture_optimizer(name: str, optimizer: Optimizer, owners: Owners, encoder: 
         Unsupported: a slot or hyperparameter that is not plain, or a parameter without a name.
     """
     base = join_key("optimizers", name)
-    shared = not _is_zero(optimizer)  # which shards its slots
+    shared = not is_zero(optimizer)  # which shards its slots
     slots: list[Json] = []
     others: dict[Any, Any] = {}
-    states: dict[Any, Any] = _inner(optimizer).state  # some keep more than parameters in it
+    states: dict[Any, Any] = inner_of(optimizer).state  # some keep more than parameters in it
     for parameter, slot in states.items():
         if not isinstance(parameter, torch.Tensor):
             others[parameter] = slot
@@ -82,36 +82,53 @@ def capture_optimizer(name: str, optimizer: Optimizer, owners: Owners, encoder: 
             list(owners.require(parameter, name, f"parameter {i} of group {index}"))
             for i, parameter in enumerate(group["params"])
         ]
-        hyper = {option: value for option, value in group.items() if option != "params"}
-        key = base + join_key("groups", str(index))
-        groups.append({"parameters": names, "options": encoder.encode(hyper, key)})
-    encoded_others = _encode_dict(others, base + join_key("others"), encoder)
-    encoder.new_section()  # a state_dict may hold the slots once more
+        options = capture_options(name, index, group, encoder)
+        groups.append({"parameters": names, "options": options})
     return {
         "class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
         "groups": groups,
         "slots": slots,
-        "others": encoded_others,
-        "more": _encode_dict(_more_state(optimizer), base + join_key("more"), encoder),
+        **capture_more(name, optimizer, others, encoder),
     }
+
+
+def capture_options(name: str, index: int, group: Mapping[str, Any], encoder: Encoder) -> Json:
+    """The hyperparameters of one group of an optimizer."""
+    hyper = {option: value for option, value in group.items() if option != "params"}
+    return encoder.encode(hyper, join_key("optimizers", name, "groups", str(index)))
+
+
+def capture_more(
+    name: str, optimizer: Optimizer, others: dict[Any, Any], encoder: Encoder
+) -> dict[str, Json]:
+    """What an optimizer keeps besides groups and the slots of parameters.
+
+    Args:
+        others: what its `state` holds under keys that are no parameters.
+    """
+    base = join_key("optimizers", name)
+    encoded_others = _encode_dict(others, base + join_key("others"), encoder)
+    encoder.new_section()  # a state_dict may hold the slots once more
+    more = _encode_dict(_more_state(optimizer), base + join_key("more"), encoder)
+    return {"others": encoded_others, "more": more}
 
 
 def _encode_dict(value: dict[Any, Any], key: str, encoder: Encoder) -> Json:
     return encoder.encode(value, key) if value else {}
 
 
-def _is_zero(optimizer: Optimizer) -> bool:
+def is_zero(optimizer: Optimizer) -> bool:
     """Whether it is torch's ZeroRedundancyOptimizer, without importing that."""
     return type(optimizer).__name__ == "ZeroRedundancyOptimizer"
 
 
-def _inner(optimizer: Optimizer) -> Any:
+def inner_of(optimizer: Optimizer) -> Any:
     """The optimizer that holds the slots.
 
     Raises:
         Unsupported: there is none yet.
     """
-    if not _is_zero(optimizer):
+    if not is_zero(optimizer):
         return optimizer
     inner = getattr(optimizer, "optim", None)
     if not isinstance(inner, Optimizer):
@@ -121,7 +138,7 @@ def _inner(optimizer: Optimizer) -> Any:
 
 def _more_state(optimizer: Optimizer) -> dict[str, Any]:
     """What an optimizer with a `state_dict` of its own adds to torch's two entries."""
-    if type(optimizer).state_dict is Optimizer.state_dict or _is_zero(optimizer):
+    if type(optimizer).state_dict is Optimizer.state_dict or is_zero(optimizer):
         return {}
     known = ("state", "param_groups")
     return {name: value for name, value in optimizer.state_dict().items() if name not in known}
@@ -180,7 +197,7 @@ def apply_optimizer(
             to its parameter's device.
         saved: what `capture_optimizer` gave; `check_optimizer` has found no problem in it.
     """
-    inner = _inner(optimizer)
+    inner = inner_of(optimizer)
     decoders = _Decoders(tensors, devices, owners)
     more = decoders.on(None).decode(saved["more"])
     if more:

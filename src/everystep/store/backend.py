@@ -36,6 +36,10 @@ class NewFile(NamedTuple):
     nbytes: int
     parts: Iterable[Buffer]
     """The bytes in order, `nbytes` in all; each part is used before the next is asked for."""
+    lasting: bool = False
+    """Whether every part also stays as it is until `put` returns. Then a backend may write from
+    where the parts lie, while it asks for the next ones: less work for the processor, but a disk
+    may be slower with scattered small pages. False: it copies what it still needs."""
 
 
 class Backend(Protocol):
@@ -62,7 +66,8 @@ class Backend(Protocol):
         """Fill a writable byte view from `offset` of a file. Idempotent.
 
         Raises:
-            Missing: there is no such file.
+            Missing: there is no such file, or it was deleted or replaced while it was read, so that
+                its bytes may have been another file's.
             Damaged: it ends before the view is full, or it is a link or special file.
             StoreFailed: any other refusal.
         """
@@ -83,8 +88,13 @@ class Backend(Protocol):
         opened. Nothing there is an empty list."""
         ...
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, *, reuse: bool = False) -> None:
         """Remove a file, durably. What is not there is no error.
+
+        Args:
+            reuse: the backend may keep the space of the file, out of sight, and let a later `put`
+                overwrite it: once the name is durably gone, and never while the bytes can be
+                reached by another name or through a descriptor that somebody has.
 
         Raises:
             StoreFailed: the store refused.

@@ -1,20 +1,24 @@
 """Write a file so that it is visible whole or not at all: the only caller of fsync and rename.
 
-The order is fixed: temporary file in the same directory, write, compare the length, fsync, rename
-over the name, fsync the directory. What each crash in between leaves is in docs/guarantees.md.
+The order is fixed: temporary file (a new one in the same directory, or one to be written over),
+write, compare the length, fsync, rename over the name, fsync the directory. What each crash in
+between leaves is in docs/guarantees.md.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
-import queue
 import shutil
-import threading
+import signal
+import stat
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from everystep.errors import StoreFailed
@@ -27,9 +31,11 @@ DIRECT_FROM_BYTES = 4 << 20
 """Files from this size on are written with O_DIRECT, where the file system has it: half the CPU
 time of a buffered write, and no page cache taken from training."""
 
+_DIRECT = getattr(os, "O_DIRECT", 0)
 _BLOCK_BYTES = 4096
 _BUFFER_BYTES = 16 << 20
 _BUFFERS = 3
+"""How many pieces of a file there are at a time: one being made, the others handed over."""
 
 
 class SystemCalls:
@@ -40,6 +46,24 @@ class SystemCalls:
         """Open a new file for writing; fails if the name exists or is a link."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | flags, 0o666)
 
+    def reopen(self, path: Path) -> int:
+        """Open a file for overwriting it directly; fails if it is anything but a regular file with
+        one name that nobody has open or mapped."""
+        fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | _DIRECT)
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+                raise OSError(errno.EBUSY, "has another name, or is no file")
+            # a lease is refused while others have the file open; SIGIO, for those who open it while
+            # we hold the lease, would end the process, and SIGURG is ignored
+            fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
     def write_at(self, fd: int, data: Buffer, offset: int) -> int:
         """Write at an offset; returns how many bytes were taken."""
         return os.pwrite(fd, data, offset)
@@ -47,7 +71,7 @@ class SystemCalls:
     def write_through_cache(self, fd: int) -> None:
         """End direct writes to an open file."""
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_DIRECT)
 
     def truncate(self, fd: int, nbytes: int) -> None:
         """Set the length of an open file."""
@@ -112,26 +136,39 @@ def make_directories(root: Path, path: Path, anchored: set[Path], calls: SystemC
 
 
 def write_new(
-    path: Path, nbytes: int, parts: Iterable[Buffer], tag: str, calls: SystemCalls
+    path: Path,
+    nbytes: int,
+    parts: Iterable[Buffer],
+    tag: str,
+    calls: SystemCalls,
+    *,
+    lasting: bool = False,
+    spare: Path | None = None,
 ) -> Path:
-    """Write and fsync a temporary file beside `path`; it has yet to be renamed.
+    """Write and fsync a temporary file, which has yet to be renamed.
 
     Args:
-        path: the name that the file is to have.
+        path: the name that the file is to have; the temporary file lies beside it.
         nbytes: how long it will be.
         parts: its bytes in order; each is read before the next is asked for.
         tag: tells this process's temporary files from others'.
         calls: the system calls to use.
+        lasting: the parts stay as they are until this returns, so that what is aligned of them, in
+            (writable) memory and in the file, can be written from where it lies.
+        spare: a temporary file to overwrite, which then is the one that is returned, wherever it
+            lies. Where it cannot be had, a new one is made. It is used up in either case.
 
     Raises:
         StoreFailed: `parts` gave another number of bytes than `nbytes`.
         OSError: the file system refused; the temporary file is gone again.
     """
-    temporary = path.with_name(f".{path.name}.{tag}{TEMPORARY_SUFFIX}")
-    fd, direct = _create(temporary, nbytes, calls)
+    temporary, fd, direct = _open(path, nbytes, tag, spare, calls)
     try:
         try:
-            written = (_write_direct if direct else _write_buffered)(fd, parts, calls)
+            if direct:
+                written = _write_direct(fd, parts, lasting, calls)
+            else:
+                written = _write_buffered(fd, parts, calls)
             if written != nbytes:
                 raise StoreFailed(
                     "wrote another length than announced", path=path, expected=nbytes, found=written
@@ -146,17 +183,28 @@ def write_new(
     return temporary
 
 
-def _create(temporary: Path, nbytes: int, calls: SystemCalls) -> tuple[int, bool]:
-    direct = getattr(os, "O_DIRECT", 0)
-    if direct and nbytes >= DIRECT_FROM_BYTES:
+def _open(
+    path: Path, nbytes: int, tag: str, spare: Path | None, calls: SystemCalls
+) -> tuple[Path, int, bool]:
+    """A temporary file, its descriptor, and whether writes to it are direct."""
+    if spare is not None:
         try:
-            return calls.create(temporary, direct), True
+            return spare, calls.reopen(spare), True
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                calls.unlink(spare)
+            if not isinstance(error, OSError):
+                raise
+    temporary = path.with_name(f".{path.name}.{tag}{TEMPORARY_SUFFIX}")
+    if _DIRECT and nbytes >= DIRECT_FROM_BYTES:
+        try:
+            return temporary, calls.create(temporary, _DIRECT), True
         except OSError as error:
             if error.errno != errno.EINVAL:  # EINVAL: this file system has no direct writes
                 raise
             with contextlib.suppress(FileNotFoundError):
                 calls.unlink(temporary)
-    return calls.create(temporary, 0), False
+    return temporary, calls.create(temporary, 0), False
 
 
 def _write_all(fd: int, data: memoryview, offset: int, calls: SystemCalls) -> None:
@@ -192,90 +240,103 @@ def _write_buffered(fd: int, parts: Iterable[Buffer], calls: SystemCalls) -> int
     return offset + len(pending)
 
 
-def _write_direct(fd: int, parts: Iterable[Buffer], calls: SystemCalls) -> int:
-    """Fill aligned buffers with the parts while a thread writes the buffers before."""
-    with _DirectWriter(fd, calls) as writer:
-        length = 0
-        buffer, filled = writer.free_buffer(), 0
+def _write_direct(fd: int, parts: Iterable[Buffer], lasting: bool, calls: SystemCalls) -> int:
+    with ThreadPoolExecutor(1, thread_name_prefix="everystep-write") as thread:
+        writer = _DirectWriter(fd, lasting, thread, calls)
         for part in parts:
-            view = memoryview(part).cast("B")
-            while view:
-                take = min(len(view), _BUFFER_BYTES - filled)
-                buffer[filled : filled + take] = view[:take]
-                view, filled = view[take:], filled + take
-                if filled == _BUFFER_BYTES:
-                    writer.write(buffer, _BUFFER_BYTES, length)
-                    length += filled
-                    buffer, filled = writer.free_buffer(), 0
-        padded = -(-filled // _BLOCK_BYTES) * _BLOCK_BYTES
-        if padded:
-            writer.write(buffer, padded, length)
-    calls.truncate(fd, length + filled)
-    return length + filled
+            writer.add(part)
+        length = writer.finish()
+    calls.truncate(fd, length)
+    return length
 
 
 class _DirectWriter:
-    """A thread that writes aligned buffers to one file, and gives them back. One, since writes that
-    extend a file take turns in the file system anyway."""
+    """Cuts parts into aligned pieces, which a thread writes while the next one is being made. One
+    thread, since writes that extend a file take turns in the file system anyway.
 
-    def __init__(self, fd: int, calls: SystemCalls) -> None:
-        self._fd, self._calls = fd, calls
-        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        self._full: queue.SimpleQueue[tuple[memoryview, int, int] | None] = queue.SimpleQueue()
-        self._error: OSError | None = None
-        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._memory = mmap.mmap(-1, _BUFFERS * _BUFFER_BYTES, flags=kind)  # page-aligned
-        with contextlib.suppress(OSError):  # fewer, larger requests to the disk, where it works
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self._view = memoryview(self._memory)
-        for i in range(_BUFFERS):
-            self._free.put(self._view[i * _BUFFER_BYTES : (i + 1) * _BUFFER_BYTES])
-        self._thread = threading.Thread(target=self._run, daemon=True)
+    A piece is a stretch of a lasting part that is aligned in memory as in the file, or else one of
+    `_BUFFERS` buffers, into which bytes are gathered. A buffer is free when its turn comes again:
+    all but the last `_BUFFERS` - 1 pieces have been written by then.
+    """
+
+    def __init__(
+        self, fd: int, lasting: bool, thread: ThreadPoolExecutor, calls: SystemCalls
+    ) -> None:
+        self._fd, self._lasting, self._thread, self._calls = fd, lasting, thread, calls
+        self._under_way: deque[Future[None]] = deque()
+        self._buffers: list[mmap.mmap] = []  # each made at its first turn
+        self._turn = 0
+        self._filled = 0  # bytes in the buffer whose turn it is
+        self._offset = 0  # of the next piece in the file
+
+    def add(self, part: Buffer) -> None:
+        """Write a part, or keep its end for later. Raises what has stopped the thread."""
+        view = memoryview(part).cast("B")
+        while view:
+            ahead = self._bytes_to_a_block(view)
+            nbytes = min(len(view), _BUFFER_BYTES) // _BLOCK_BYTES * _BLOCK_BYTES
+            if ahead == 0 and nbytes:
+                self._flush()
+                self._submit(view[:nbytes], nbytes)
+            else:
+                nbytes = min(len(view), ahead or _BUFFER_BYTES - self._filled)
+                self._gather(view[:nbytes])
+            view = view[nbytes:]
+
+    def finish(self) -> int:
+        """Write what is left, padded, and wait; returns the length of all parts."""
+        length = self._offset + self._filled
+        self._flush()
+        while self._under_way:
+            self._wait()
+        return length
+
+    def _bytes_to_a_block(self, view: memoryview) -> int | None:
+        """After how many bytes of a view a block begins in memory and in the file; None: never, or
+        it is not known, or the view does not last."""
+        if not self._lasting or view.readonly:
+            return None
+        in_memory = -ctypes.addressof(ctypes.c_char.from_buffer(view)) % _BLOCK_BYTES
+        return in_memory if in_memory == -self._filled % _BLOCK_BYTES else None
+
+    def _gather(self, view: memoryview) -> None:
+        if self._turn == len(self._buffers):
+            buffer = mmap.mmap(-1, _BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if not self._lasting:  # larger requests to the disk; too much memory for a last block
+                with contextlib.suppress(OSError):
+                    buffer.madvise(mmap.MADV_HUGEPAGE)
+            self._buffers.append(buffer)
+        self._buffers[self._turn][self._filled : self._filled + len(view)] = view
+        self._filled += len(view)
+        if self._filled == _BUFFER_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._filled:
+            padded = -(-self._filled // _BLOCK_BYTES) * _BLOCK_BYTES
+            buffer = memoryview(self._buffers[self._turn])
+            self._submit(buffer[:padded], self._filled)
+            self._turn, self._filled = (self._turn + 1) % _BUFFERS, 0
+
+    def _submit(self, piece: memoryview, nbytes: int) -> None:
+        if len(self._under_way) == _BUFFERS - 1:
+            self._wait()
         try:
-            self._thread.start()
+            write = self._thread.submit(
+                _write_direct_all, self._fd, piece, self._offset, self._calls
+            )
         except RuntimeError as error:
             raise OSError(errno.EAGAIN, "no thread can be started") from error
+        self._under_way.append(write)
+        self._offset += nbytes
 
-    def __enter__(self) -> _DirectWriter:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._full.put(None)
-        self._thread.join()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._free.get_nowait().release()
-        self._view.release()
-        with contextlib.suppress(BufferError):  # a failed fill still holds its buffer
-            self._memory.close()
-        if exc[0] is None and self._error is not None:
-            raise self._error
-
-    def free_buffer(self) -> memoryview:
-        """An aligned buffer of _BUFFER_BYTES; waits for one. Raises the writer's error."""
-        buffer = self._free.get()
-        if self._error is not None:
-            self._free.put(buffer)
-            raise self._error
-        return buffer
-
-    def write(self, buffer: memoryview, nbytes: int, offset: int) -> None:
-        """Hand a filled buffer to the thread."""
-        self._full.put((buffer, nbytes, offset))
-
-    def _run(self) -> None:
-        while (job := self._full.get()) is not None:
-            buffer, nbytes, offset = job
-            failure: OSError | None = OSError(errno.EIO, "the writing thread has failed")
-            try:
-                if self._error is None:
-                    _write_direct_all(self._fd, buffer[:nbytes], offset, self._calls)
-                failure = None
-            except OSError as error:
-                failure = error
-            finally:  # after whatever else was raised, too: bytes that are missing are an error
-                self._error = self._error or failure
-                self._free.put(buffer)
+    def _wait(self) -> None:
+        try:
+            self._under_way.popleft().result()
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(errno.EIO, "the writing thread has failed") from error
 
 
 def is_temporary(name: str) -> bool:

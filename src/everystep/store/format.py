@@ -15,8 +15,8 @@ from msgspec import Struct
 from everystep.errors import Damaged, StoreError, StoreFailed
 from everystep.types import Buffer, Json, Piece, StepRef, TensorSpec, is_timeline
 
-FORMAT = 1
-"""Version of everything below; a reader refuses a higher one."""
+FORMAT = 2
+"""Version of everything below; a reader refuses a higher one. 1: no file had a `step`."""
 
 RUN_FILE = "run.json"
 LOCK_FILE = "owner.lock"
@@ -87,14 +87,16 @@ class StoredPiece(Struct, frozen=True, kw_only=True):
 
 
 class DataFile(Struct, frozen=True, kw_only=True):
-    """A safetensors file of this rank."""
+    """A safetensors file of this rank, written for this step or an earlier one."""
 
     name: str
-    """Without directories; it lies beside the record."""
+    """Without directories."""
     nbytes: int
     header_bytes: int
     """Length of everything before the first tensor: the length field and the JSON."""
     header_xxh3_128: str
+    step: StepRef | None = None
+    """The earlier step in whose directory it lies; None: beside the record."""
 
 
 class RankRecord(Struct, frozen=True, kw_only=True):
@@ -252,9 +254,19 @@ def owner_of(name: str) -> str | None:
     return match.group(1) if match else None
 
 
+def part_of(stem: str) -> PartName | None:
+    """What the stem of a part says; None if it is none."""
+    return parse_marker(stem + ".json")
+
+
 def step_directory(ref: StepRef) -> str:
     """The directory of a step."""
     return f"steps/{ref.timeline}/{ref.step:0{STEP_DIGITS}d}"
+
+
+def data_path(ref: StepRef, file: DataFile) -> str:
+    """Where a data file lies that the record of a step names."""
+    return f"{step_directory(file.step or ref)}/{file.name}"
 
 
 def parse_step_path(name: str) -> tuple[StepRef, str] | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import re
 import secrets
+import shutil
 import stat
 import struct
 import threading
@@ -21,6 +23,10 @@ from everystep.store.backend import Abilities, Entry, NewFile
 
 LOCK_PATIENCE_S = 5.0
 """How long to wait for a slot: a killed process may still be on its way out."""
+
+_MOST_SPARES = 4
+_MOST_SLACK = 1.25
+"""A spare is overwritten by a file that needs all of it but a fifth."""
 
 _PART = re.compile(r"[A-Za-z0-9_%@=+-][A-Za-z0-9_%@=+.-]{0,240}")
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -59,6 +65,7 @@ class LocalBackend:
         self._calls = calls or durable.SystemCalls()
         self._anchored: set[Path] = set()
         self._tag = f"{os.getpid():x}-{secrets.token_hex(4)}"
+        self._spares = _Spares(self._root, self._tag, self._calls)
 
     @classmethod
     def made(cls, root: Path) -> LocalBackend:
@@ -97,16 +104,22 @@ class LocalBackend:
         return path
 
     def put(self, files: Sequence[NewFile]) -> None:
-        """See `Backend.put`. All files are written and fsynced, then renamed in their order."""
+        """See `Backend.put`. All files are written and fsynced, then renamed in their order.
+
+        A large file overwrites a spare of about its size. Where none fits, and the space for a new
+        one is not there, the spares go first; they go too when there is no space after all.
+        """
         ready: list[tuple[Path, Path]] = []
+        self._spares.most_bytes = max(self._spares.most_bytes, sum(f.nbytes for f in files))
         try:
             for file in files:
                 path = self._path(file.name)
                 with translated(path):
                     durable.make_directories(self._root, path.parent, self._anchored, self._calls)
                     temporary = durable.write_new(
-                        path, file.nbytes, file.parts, self._tag, self._calls
-                    )
+                        path, file.nbytes, file.parts, self._tag, self._calls,
+                        lasting=file.lasting, spare=self._spares.take(file.nbytes),
+                    )  # fmt: skip
                 ready.append((temporary, path))
             while ready:
                 temporary, path = ready[0]
@@ -120,6 +133,9 @@ class LocalBackend:
             raise StoreFailed(
                 "the directory has vanished", path=error.path, hint="is the store still mounted?"
             ) from error
+        except StoreFull:
+            self.release_spares()
+            raise
         finally:
             for temporary, _ in ready:
                 with contextlib.suppress(OSError):
@@ -132,7 +148,8 @@ class LocalBackend:
             _require_regular(os.lstat(path), path)  # opening a device can do things by itself
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                _require_regular(os.fstat(fd), path)
+                found = os.fstat(fd)
+                _require_regular(found, path)
                 while into:
                     taken = os.preadv(fd, [into[: 16 << 20]], offset)
                     if taken == 0:
@@ -140,6 +157,9 @@ class LocalBackend:
                     into, offset = into[taken:], offset + taken
             finally:
                 os.close(fd)
+            large = found.st_size >= durable.DIRECT_FROM_BYTES  # others are never written over
+            if large and _state(os.lstat(path)) != _state(found):
+                raise Missing("was removed or replaced while it was read", path=path)
 
     def size(self, name: str) -> int:
         """See `Backend.size`."""
@@ -168,13 +188,19 @@ class LocalBackend:
                 else:
                     yield Entry(before + _shown(entry.name), nbytes)
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, *, reuse: bool = False) -> None:
         """See `Backend.delete`. Directories that become empty go too."""
         path = self._path(name)
         with contextlib.suppress(Missing), translated(path):
-            self._calls.unlink(path)
-            self._calls.sync_directory(path.parent)
+            if not (reuse and self._spares.keep(path)):
+                self._calls.unlink(path)
+                self._calls.sync_directory(path.parent)
             self._remove_empty(path.parent)
+
+    def release_spares(self) -> None:
+        """Remove what was kept for reuse; for the owner's end. What cannot be removed is a
+        temporary file, which the next owner's `sweep` removes."""
+        self._spares.release()
 
     def _remove_empty(self, directory: Path) -> None:
         while directory != self._root:
@@ -219,6 +245,77 @@ class LocalBackend:
                 yield
             finally:
                 os.close(fd)
+
+
+class _Spares:
+    """Files that were deleted and are kept to be overwritten, which spares the file system the
+    freeing and the allocation of their space. They are temporary files in the root.
+
+    They are at most four, and together no larger than the largest `put` so far: so a run takes
+    the space of one step more than it keeps.
+    """
+
+    def __init__(self, root: Path, tag: str, calls: durable.SystemCalls) -> None:
+        self._root, self._tag, self._calls = root, tag, calls
+        self._guard = threading.Lock()
+        self._numbers = itertools.count()
+        self._kept: list[tuple[int, Path]] = []  # length and place, oldest first
+        self.most_bytes = 0
+        """How much the largest `put` was to write."""
+
+    def keep(self, path: Path) -> bool:
+        """Make a spare of a file, whose name is then durably gone; False: it is not fit for one.
+
+        Raises:
+            OSError: the file is gone from its place, but perhaps not durably; it is no spare.
+        """
+        found = os.lstat(path)
+        linked = not stat.S_ISREG(found.st_mode) or found.st_nlink > 1
+        if linked or not durable.DIRECT_FROM_BYTES <= found.st_size <= self.most_bytes:
+            return False
+        spare = self._root / f".spare-{next(self._numbers)}.{self._tag}{durable.TEMPORARY_SUFFIX}"
+        try:
+            self._calls.rename(path, spare)
+        except OSError:
+            return False
+        try:
+            for directory in (path.parent, self._root):  # before a byte of it may change
+                self._calls.sync_directory(directory)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._calls.unlink(spare)
+            raise
+        with self._guard:
+            self._kept.append((found.st_size, spare))
+        self.release(_MOST_SPARES, self.most_bytes)
+        return True
+
+    def take(self, nbytes: int) -> Path | None:
+        """The smallest spare that a file of this length can overwrite; it is the caller's now.
+        Where there is none, and no space for a new file, all spares go."""
+        with self._guard:
+            fits = [s for s in self._kept if nbytes <= s[0] <= _MOST_SLACK * nbytes]
+            if fits and nbytes >= durable.DIRECT_FROM_BYTES:
+                self._kept.remove(min(fits))
+                return min(fits)[1]
+        if self._kept and shutil.disk_usage(self._root).free < nbytes:
+            self.release()
+        return None
+
+    def release(self, count: int = 0, nbytes: int = 0) -> None:
+        """Remove the oldest until so many, of so many bytes together, are left."""
+        with self._guard:
+            gone = []
+            while len(self._kept) > count or sum(s[0] for s in self._kept) > nbytes:
+                gone.append(self._kept.pop(0)[1])
+        for spare in gone:
+            with contextlib.suppress(OSError):
+                self._calls.unlink(spare)
+
+
+def _state(found: os.stat_result) -> tuple[int, int, int]:
+    """Which file it is, and when it was last written to."""
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def _sizes(found: Iterator[os.DirEntry[str]]) -> Iterator[tuple[os.DirEntry[str], int | None]]:

@@ -1,7 +1,8 @@
 """What `prune` removes: a pure plan over the files of a run that nobody is training, and its loop.
 
 The plan lists files, so that what is freed is known exactly; of every part of a step its record
-comes first, so that a step ceases to exist before its data does.
+comes first, so that a step ceases to exist before its data does, and a step comes before those to
+whose files it refers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from msgspec import Struct
 
 from everystep.store import format as fmt
 from everystep.store.durable import is_temporary
-from everystep.store.retention import Retention, plan_retention
+from everystep.store.references import References, needed_steps
+from everystep.store.retention import Retention, plan_retention, unneeded
 from everystep.store.run import SET_ASIDE, Listing, Run, StepEntry
 from everystep.types import StepRef
 
@@ -34,13 +36,23 @@ class Removal(Struct, frozen=True, kw_only=True):
     nbytes: int
 
 
+class Spared(Struct, frozen=True, kw_only=True):
+    """A step that would go, were its files not needed."""
+
+    step: StepRef
+    referred_by: tuple[StepRef, ...]
+    """The steps that stay and refer to them."""
+
+
 class PrunePlan(Struct, frozen=True, kw_only=True):
     """What goes, what stays, and what has to be proved before."""
 
     removals: tuple[Removal, ...]
-    """Oldest steps first."""
+    """Oldest steps first, but for those to which a later one refers."""
     kept: tuple[StepEntry, ...]
     """Complete steps of the chosen timelines that stay."""
+    spared: tuple[Spared, ...]
+    """Steps, some of them among the kept, that stay only since others refer to them."""
     prove: tuple[StepEntry, ...]
     """The newest complete step of each timeline that loses a step."""
 
@@ -65,6 +77,7 @@ def plan_prune(
     files: Mapping[str, int],
     policy: Retention,
     metrics: Mapping[StepRef, float],
+    references: References,
     *,
     timeline: str | None = None,
     set_aside: bool = False,
@@ -75,39 +88,52 @@ def plan_prune(
         files: the length of every file of the run by name.
         policy: the rules; one that keeps everything lets only leftovers go.
         metrics: the value of `policy.keep_best` by step, where it is known.
+        references: the steps to whose files steps refer.
         timeline: plan for this one only; None: for all, and for temporary files anywhere.
         set_aside: let steps go that failed their proof and were set aside.
     """
     names = [name for name in sorted(listing.timelines) if timeline in (None, name)]
     pinned = pins(listing)
-    gone: list[StepEntry] = []
+    unwanted: list[StepEntry] = []
     for name in names:
         entries = [entry for entry in listing.steps if entry.ref.timeline == name]
-        gone += plan_retention(entries, policy, metrics, pinned)
+        unwanted += plan_retention(entries, policy, metrics, pinned, {})
+        unwanted += [entry for entry in entries if not entry.whole]
+    unwanted = list(dict.fromkeys(unwanted))
+    gone = unneeded(unwanted, listing.steps, references)
+    removed = set(gone)
+    staying = [entry.ref for entry in listing.steps if entry not in removed]
+    needed = needed_steps(staying, references)
     collect = _Collector(files)
     for entry in gone:
-        collect.entry("step" if entry.complete or entry.diverged else "incomplete", entry)
-    for entry in listing.steps:
-        if entry.ref.timeline in names and not entry.complete and not entry.diverged:
-            collect.entry("incomplete", entry)
+        collect.entry("step" if entry.whole else "incomplete", entry)
     for ref, stem in listing.loose:
-        if ref.timeline in names:
+        if ref.timeline in names and ref not in needed:
             collect.stem(ref, stem)
     if timeline is None:
         for file in sorted(filter(is_temporary, files)):
             collect.files("temporary", None, None, [file])
     if set_aside:
         collect.set_aside(SET_ASIDE + ("/" if timeline is None else f"/{timeline}/"))
-    removed = set(gone)
     complete = listing.complete().values()
     kept = [entry for entry in complete if entry.ref.timeline in names and entry not in removed]
-    losing = {entry.ref.timeline for entry in gone if entry.complete or entry.diverged}
+    losing = {entry.ref.timeline for entry in gone if entry.whole}
     newest = _newest(listing)
     return PrunePlan(
         removals=tuple(collect.removals),
         kept=tuple(sorted(kept, key=lambda entry: entry.ref)),
+        spared=_spared({e.ref for e in unwanted if e not in removed}, staying, references),
         prove=tuple(newest[name] for name in sorted(losing)),
     )
+
+
+def _spared(
+    steps: Iterable[StepRef], staying: Iterable[StepRef], references: References
+) -> tuple[Spared, ...]:
+    referring = {
+        step: sorted({ref for ref in staying if step in references.get(ref, ())}) for step in steps
+    }
+    return tuple(Spared(step=step, referred_by=tuple(by)) for step, by in sorted(referring.items()))
 
 
 class _Collector:

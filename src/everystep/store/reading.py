@@ -1,5 +1,7 @@
 """Find the bytes of one rank's tensors among all ranks' files of a step, and read them, proving
-each."""
+each.
+
+A file that an earlier step has written is read where it lies; nothing else differs for it."""
 
 from __future__ import annotations
 
@@ -20,6 +22,10 @@ from everystep.types import TensorSpec, item_bytes, spoken
 
 _CHUNK_BYTES = 4 << 20
 _READERS = 4
+
+
+Stretch = tuple[str, int, int, str]
+"""Bytes of a data file: its name, where they begin, how many, and their hash."""
 
 
 class Located(NamedTuple):
@@ -108,7 +114,6 @@ class StepReader:
 
     def __init__(self, backend: Backend, entry: StepEntry, records: Mapping[int, RankRecord]):
         self._backend, self._entry, self._records = backend, entry, records
-        self._directory = fmt.step_directory(entry.ref)
         self._slots: dict[str, dict[str, Slot]] = {}
 
     def read(
@@ -143,6 +148,17 @@ class StepReader:
         for tensor, view in split:
             if fmt.digest(view) != tensor.xxh3_128:
                 raise self._other_tensor(tensor)
+
+    def place_of(self, located: Located) -> tuple[str, int] | None:
+        """The file of a tensor that lies in one piece, and where in it; None: it lies in several.
+
+        Raises:
+            Damaged, Missing: the file is not as recorded, or gone.
+        """
+        if len(located.parts) != 1:
+            return None
+        rank, stored = located.parts[0]
+        return self._slot(rank, stored, located.tensor.spec)
 
     def _other_tensor(self, tensor: StoredTensor) -> Damaged:
         problem = f"{spoken(tensor.spec.key)}: its pieces make another tensor"
@@ -184,7 +200,7 @@ class StepReader:
         files = self._records[rank].files
         if not 0 <= index < len(files):
             raise Damaged(f"a piece is in file {index} of {len(files)}", rank=rank)
-        name = f"{self._directory}/{files[index].name}"
+        name = fmt.data_path(self._entry.ref, files[index])
         if name not in self._slots:
             slots = _open_data_file(self._backend, name, files[index])
             self._slots[name] = {slot.name: slot for slot in slots}
@@ -196,17 +212,31 @@ class StepReader:
         stored: StoredPiece,
         spec: TensorSpec,
         progress: Callable[[int], None] | None = None,
+        proved: set[Stretch] | None = None,
     ) -> None:
         """Read one piece and compare its hash, keeping nothing.
+
+        Args:
+            rank: who stores it.
+            stored: the piece.
+            spec: its tensor.
+            progress: called with the number of bytes just read.
+            proved: what has been read already, for an earlier step, and is not read again; what is
+                read and proved is added.
 
         Raises:
             Damaged: the hash differs; says where.
         """
         name, offset = self._slot(rank, stored, spec)
         nbytes = (stored.piece.stop - stored.piece.start) * (item_bytes(spec.dtype) or 1)
+        stretch = name, offset, nbytes, stored.xxh3_128
+        if proved is not None and stretch in proved:
+            return
         scratch = memoryview(bytearray(min(nbytes, _CHUNK_BYTES)))
         stretches = _stretches(nbytes)
         self._prove(name, offset, stored, ((s, scratch[:n]) for s, n in stretches), progress)
+        if proved is not None:
+            proved.add(stretch)
 
     def check_whole(self, located: Located) -> None:
         """Read the pieces of one tensor in order and compare the hash of all, keeping nothing.

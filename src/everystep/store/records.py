@@ -12,7 +12,7 @@ from everystep.store import durable
 from everystep.store import format as fmt
 from everystep.store.backend import Backend, NewFile
 from everystep.store.format import RankRecord, RunRecord, SessionRecord, TimelineRecord
-from everystep.types import MAIN
+from everystep.types import MAIN, is_timeline
 
 _log = logging.getLogger("everystep")
 
@@ -38,6 +38,33 @@ def read_record(backend: Backend, name: str, kind: type[_Record]) -> _Record:
     data = bytearray(length)
     backend.read(name, memoryview(data), 0)
     return fmt.decode_record(data, kind, name)
+
+
+def read_timeline(backend: Backend, name: str, run: str) -> TimelineRecord:
+    """Read the record of a timeline; it does not say of which run it is.
+
+    Raises:
+        Missing, Damaged: see `read_record`; or it belongs elsewhere.
+    """
+    record = read_record(backend, name, TimelineRecord)
+    named = fmt.parse_timeline_file(name)
+    if record.name != named:
+        raise Damaged("belongs elsewhere", path=name, expected=named, found=record.name)
+    return record
+
+
+def read_session(backend: Backend, name: str, run: str) -> SessionRecord:
+    """Read the record of a session of a run.
+
+    Raises:
+        Missing, Damaged: see `read_record`; or it belongs elsewhere.
+    """
+    record = read_record(backend, name, SessionRecord)
+    expected = (run, fmt.parse_session_file(name))
+    if (record.run, record.session) != expected or not is_timeline(record.timeline):
+        found = (record.run, record.session, record.timeline)
+        raise Damaged("belongs elsewhere", path=name, expected=expected, found=found)
+    return record
 
 
 def write_record(backend: Backend, name: str, record: Struct) -> None:

@@ -11,15 +11,21 @@ from msgspec import Struct
 
 from everystep.errors import Damaged, Missing, StoreError, UsageError
 from everystep.store.format import PartName
+from everystep.store.references import (
+    References,
+    needed_steps,
+    read_references,
+    referrers_first,
+)
 from everystep.store.run import Run, StepEntry
 from everystep.types import StepRef
 
 
 class Retention(Struct, frozen=True, kw_only=True):
     """Which full checkpoints to keep. A step is kept if any rule keeps it; the newest complete
-    step (with several ranks: the newest two), the step that the run was resumed from and the steps
-    that timelines fork from are kept always. `Retention(keep_last=None)` without another rule keeps
-    everything.
+    step (with several ranks: the newest two), the step that the run was resumed from, the steps
+    that timelines fork from and those to whose files a step that is kept refers are kept always.
+    `Retention(keep_last=None)` without another rule keeps everything.
 
     Raises:
         UsageError: a number below 1, or an unknown `best`.
@@ -56,18 +62,23 @@ def plan_retention(
     policy: Retention,
     metrics: Mapping[StepRef, float],
     pinned: Collection[StepRef],
+    references: References,
 ) -> list[StepEntry]:
-    """Which writings of steps may go. Pure.
+    """Which writings of steps may go, in an order in which they can: each after those that refer to
+    it. Pure.
 
     Everything before the newest complete step that no rule keeps: complete steps, steps that
     never became complete, and older writings of a step that was written again. Nothing after the
-    newest complete step is touched: it may be on its way.
+    newest complete step is touched: it may be on its way. All writings of a step to which one that
+    stays refers stay as well, whole or not.
 
     Args:
         entries: those of one timeline.
         policy: the rules.
         metrics: the value of `policy.keep_best` by step, where it is known.
         pinned: steps to keep whatever the rules say.
+        references: the steps to whose files steps refer, those of other timelines (all of which
+            stay) included.
     """
     entries = list(entries)
     complete = {
@@ -87,13 +98,33 @@ def plan_retention(
         kept.update(ref for ref in steps if ref.step % policy.keep_every == 0)
     if policy.keep_best is not None:
         kept.update(_best(steps, policy, metrics))
-    return [
+    unwanted = [
         entry
         for entry in entries
         if entry.ref.step <= newest.step
         and not (entry.ref in kept and complete.get(entry.ref) is entry)
         and not (entry.ref == newest and entry.session >= complete[newest].session)
     ]
+    return unneeded(unwanted, entries, references)
+
+
+def unneeded(
+    unwanted: Iterable[StepEntry], entries: Iterable[StepEntry], references: References
+) -> list[StepEntry]:
+    """Those of the unwanted steps to which none that stays refers; referring ones first. Pure.
+
+    Args:
+        unwanted: what would go, were it not referred to.
+        entries: all steps, the unwanted included.
+        references: the steps to whose files they refer, and steps that are not among them, which
+            stay.
+    """
+    unwanted = list(unwanted)
+    going = {(entry.ref, entry.session, entry.world_size) for entry in unwanted}
+    left = {e.ref for e in entries if (e.ref, e.session, e.world_size) not in going}
+    elsewhere = references.keys() - {entry.ref for entry in unwanted}
+    needed = needed_steps(left | elsewhere, references)
+    return referrers_first([e for e in unwanted if e.ref not in needed], references)
 
 
 _LOOKED_AT = 16
@@ -113,6 +144,11 @@ class Upkeep:
     """What one rank does after each of its steps: see which steps have become complete, and
     remove its own files of those that may go. It touches no other rank's and no other timeline's.
 
+    A step to which one that stays refers stays too. Files refer only to files of the same rank, so
+    each rank decides by its own records. Where those of two ranks refer to different steps, one may
+    keep its files of a step of which the other has removed its own: the step is not complete any
+    more, and the files that are left are those that are needed (`Run.clean_up` spares them too).
+
     Files are removed by a thread, since a large one can take longer to remove than to write; one
     removal is under way at most, so that a full disk is not outrun.
     """
@@ -126,18 +162,31 @@ class Upkeep:
         self._open: dict[StepRef, int] = {}
         self._metrics: dict[StepRef, float] = {}
         self._pinned = set(pinned)
+        self._references: dict[StepRef, set[StepRef]] = {}
+        self._unread: dict[tuple[StepRef, int], StepEntry] | None = dict(self._known)
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="everystep-remove")
         self._removal: Future[tuple[list[StepEntry], StoreError | None]] | None = None
 
-    def after_step(self, ref: StepRef, session: int) -> list[StepEntry]:
+    def after_step(
+        self, ref: StepRef, session: int, refers_to: Collection[StepRef] = ()
+    ) -> list[StepEntry]:
         """Note a step that this rank has just stored; returns the entries of steps that are not
         yet complete, or cannot become so, oldest first.
+
+        Args:
+            ref: the step.
+            session: the one that goes on.
+            refers_to: the earlier steps to whose files this rank's record of it refers. They must
+                be the step that this rank stored before or restored, or steps to which that one
+                refers: any other may be on its way out already.
 
         Raises:
             StoreError: a file could not be looked at, or (by the call before) not be removed; the
                 next call tries again.
         """
         self._open[ref] = session
+        if refers_to:
+            self._references.setdefault(ref, set()).update(refers_to)
         opened = sorted(self._open)
         for open_ref in opened[:_LOOKED_AT] + opened[_LOOKED_AT:][-_LOOKED_AT:]:
             for found in self._run.entries(open_ref):
@@ -150,22 +199,37 @@ class Upkeep:
         if not self._policy.keeps_all:
             self.finish_removal()
             self._read_metrics()
-            plan = plan_retention(self._known.values(), self._policy, self._metrics, self._pinned)
+            plan = self._plan()
+            if plan and self._unread is not None:
+                self._read_references(self._unread)
+                plan = self._plan()
             if plan:
-                self._removal = self._remover.submit(self._remove, plan)
+                known = {ref: frozenset(steps) for ref, steps in self._references.items()}
+                self._removal = self._remover.submit(self._remove, plan, known)
         waiting = (self._known.get((r, s)) for r, s in sorted(self._open.items()))
         return [entry for entry in waiting if entry is not None]
 
-    def _remove(self, plan: list[StepEntry]) -> tuple[list[StepEntry], StoreError | None]:
+    def _plan(self) -> list[StepEntry]:
+        return plan_retention(
+            self._known.values(), self._policy, self._metrics, self._pinned, self._references
+        )
+
+    def _remove(
+        self, plan: list[StepEntry], references: References
+    ) -> tuple[list[StepEntry], StoreError | None]:
         gone: list[StepEntry] = []
+        stuck: set[StepRef] = set()
         failure: StoreError | None = None
-        for entry in plan:  # one that cannot be removed must not keep the others
+        for entry in plan:  # one that cannot be removed must keep those only to which it refers
+            if entry.ref in needed_steps(stuck, references):
+                continue
             try:
                 if self._rank < entry.world_size:
                     stem = PartName(entry.session, self._rank, entry.world_size, "").stem
-                    self._run.delete_part(entry.ref, stem)
+                    self._run.delete_part(entry.ref, stem, reuse=True)
                 gone.append(entry)
             except StoreError as error:
+                stuck.add(entry.ref)
                 failure = failure or error
         return gone, failure
 
@@ -182,6 +246,8 @@ class Upkeep:
             if self._open.get(entry.ref) == entry.session:
                 del self._open[entry.ref]
             self._metrics.pop(entry.ref, None)
+        for ref in {e.ref for e in gone} - {ref for ref, _ in self._known}:
+            self._references.pop(ref, None)
         if failure is not None:
             raise failure
 
@@ -193,6 +259,21 @@ class Upkeep:
         """
         with self._remover:
             self.finish_removal()
+
+    def _read_references(self, unread: Mapping[tuple[StepRef, int], StepEntry]) -> None:
+        """Learn once, before the first removal, what steps of earlier sessions refer to, and those
+        of other timelines, which stay.
+
+        Raises:
+            StoreError: the store did not answer; it is tried again.
+        """
+        own = {ref.timeline for ref, _ in self._known}
+        others = [e for e in self._run.listing().steps if e.ref.timeline not in own and e.whole]
+        for entry in (*unread.values(), *others):
+            steps = {step for step, _ in read_references(self._run, entry, self._rank)}
+            if steps:
+                self._references.setdefault(entry.ref, set()).update(steps)
+        self._unread = None
 
     def _read_metrics(self) -> None:
         """All ranks decide by rank 0's value, so that they keep the same steps."""

@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,13 +24,17 @@ from everystep.store.format import (
     TimelineRecord,
 )
 from everystep.store.local import LocalBackend, exists
+from everystep.store.measured import parse_name
 from everystep.store.records import (
     identity_from_sessions,
     read_record,
+    read_session,
+    read_timeline,
     require_empty,
     write_record,
 )
-from everystep.store.wellformed import complaints
+from everystep.store.references import leftovers, needed_places
+from everystep.store.wellformed import require_wellformed
 from everystep.types import MAIN, StepRef, is_timeline
 
 _log = logging.getLogger("everystep")
@@ -38,7 +42,7 @@ _log = logging.getLogger("everystep")
 SET_ASIDE = "damaged"
 """Where files of a step that failed its proof are moved, below the run."""
 
-_Record = TypeVar("_Record", RunRecord, TimelineRecord, SessionRecord, RankRecord)
+_Record = TypeVar("_Record", TimelineRecord, SessionRecord)
 
 
 class StepEntry(Struct, frozen=True, kw_only=True):
@@ -61,6 +65,11 @@ class StepEntry(Struct, frozen=True, kw_only=True):
     def diverged(self) -> bool:
         """Ranks hold different bits of what they must hold alike."""
         return len({part.replica for part in self.parts}) > 1
+
+    @property
+    def whole(self) -> bool:
+        """It is complete, or would be if its replicas agreed: what crashes leave is not."""
+        return self.complete or self.diverged
 
     @property
     def missing_ranks(self) -> list[int]:
@@ -181,6 +190,22 @@ class Run:
         write_record(backend, fmt.RUN_FILE, record)
         return Run(backend, record)
 
+    def identity(self, session: int) -> list[tuple[str, bytes]]:
+        """The files that make a directory this run, in the order in which to write them again
+        should it lose them: name and bytes.
+
+        Raises:
+            StoreError: one cannot be read.
+        """
+        names = [entry.name for entry in self.backend.list("timelines")]
+        names = sorted(name for name in names if fmt.parse_timeline_file(name) is not None)
+        files = []
+        for name in [*names, fmt.session_file(session), fmt.RUN_FILE]:
+            data = bytearray(self.backend.size(name))
+            self.backend.read(name, memoryview(data), 0)
+            files.append((name, bytes(data)))
+        return files
+
     def listing(self) -> Listing:
         """Scan the run. Complete steps are seen by the names of their records alone."""
         files: dict[StepRef, list[Entry]] = {}
@@ -195,11 +220,11 @@ class Run:
                 if place is not None and fmt.owner_of(place[1]) is not None:
                     files.setdefault(place[0], []).append(entry)
                 elif fmt.parse_timeline_file(name) is not None:
-                    timeline = self._timeline(name)
+                    timeline = self._cached(name, read_timeline)
                     timelines[timeline.name] = timeline
                 elif fmt.parse_session_file(name) is not None:
-                    sessions.append(self._session(name))
-                elif name not in (fmt.RUN_FILE, fmt.LOCK_FILE) and not is_set_aside(name):
+                    sessions.append(self._cached(name, read_session))
+                elif not _is_known(name):
                     strangers.append(name)
             except Damaged as damage:
                 damages.append(damage)
@@ -216,25 +241,10 @@ class Run:
             damages=tuple(damages),
         )
 
-    def _timeline(self, name: str) -> TimelineRecord:
-        record = self._cached(name, TimelineRecord)
-        named = fmt.parse_timeline_file(name)
-        if record.name != named:
-            raise Damaged("belongs elsewhere", path=name, expected=named, found=record.name)
-        return record
-
-    def _session(self, name: str) -> SessionRecord:
-        record = self._cached(name, SessionRecord)
-        expected = (self.id, fmt.parse_session_file(name))
-        if (record.run, record.session) != expected or not is_timeline(record.timeline):
-            found = (record.run, record.session, record.timeline)
-            raise Damaged("belongs elsewhere", path=name, expected=expected, found=found)
-        return record
-
-    def _cached(self, name: str, kind: type[_Record]) -> _Record:
+    def _cached(self, name: str, read: Callable[[Backend, str, str], _Record]) -> _Record:
         """A record that never changes once written."""
         if name not in self._records:
-            self._records[name] = read_record(self.backend, name, kind)
+            self._records[name] = read(self.backend, name, self.id)
         return self._records[name]  # type: ignore[return-value]
 
     def entries(self, ref: StepRef) -> list[StepEntry]:
@@ -253,15 +263,7 @@ class Run:
         if part is None:
             raise Missing("this rank has stored nothing", step=entry.ref, rank=rank)
         record = read_record(self.backend, name, RankRecord)
-        expected = (self.id, entry.ref, part)
-        found_part = PartName(
-            record.session, record.rank, record.world_size, (record.replica_xxh3_128 or "")[:16]
-        )
-        found = (record.run, StepRef(record.timeline, record.step), found_part)
-        if found != expected:
-            raise Damaged("belongs elsewhere", path=name, expected=expected, found=found)
-        for complaint in complaints(record, part.stem):
-            raise Damaged(complaint, path=name, at=fmt.FRAME_BYTES, step=entry.ref, rank=rank)
+        require_wellformed(record, self.id, entry.ref, part, name)
         return record
 
     def records(self, entry: StepEntry) -> dict[int, RankRecord]:
@@ -270,26 +272,30 @@ class Run:
 
     def part_files(self, ref: StepRef, part_stem: str) -> list[str]:
         """All files of one rank's part of a step, its record first."""
-        directory = fmt.step_directory(ref)
-        names = [entry.name for entry in self.backend.list(directory)]
-        mine = [
-            n for n in names if n.rsplit("/", 1)[1].startswith((part_stem + ".", part_stem + "-"))
-        ]
+        start = (part_stem + ".", part_stem + "-")
+        names = [entry.name for entry in self.backend.list(fmt.step_directory(ref))]
+        mine = [name for name in names if name.rsplit("/", 1)[1].startswith(start)]
         return sorted(mine, key=lambda name: (not name.endswith(".json"), name))
 
-    def delete_part(self, ref: StepRef, part_stem: str) -> None:
-        """Remove one rank's part of a step: first the record, so that it ceases to exist."""
+    def delete_part(self, ref: StepRef, part_stem: str, *, reuse: bool = False) -> None:
+        """Remove one rank's part of a step: first the record, so that it ceases to exist. With
+        `reuse` the space of its data files may be written over by later ones."""
         for name in self.part_files(ref, part_stem):
-            self.backend.delete(name)
+            if reuse and not name.endswith(".json"):
+                self.backend.delete(name, reuse=True)
+            else:
+                self.backend.delete(name)
 
     def set_aside(self, entry: StepEntry) -> str:
         """Move all files of a step that failed its proof out of the way, records first; returns
-        where they are."""
-        source = fmt.step_directory(entry.ref)
+        where they are. A data file to which another whole step refers stays where it is."""
         target = f"{SET_ASIDE}/{entry.ref.timeline}/{entry.ref.step:0{fmt.STEP_DIGITS}d}"
+        needed = needed_places(self, [e for e in self.listing().steps if e.ref != entry.ref])
         for part in entry.parts:
             for name in self.part_files(entry.ref, part.stem):
-                self.backend.move(name, f"{target}/{name.removeprefix(source + '/')}")
+                file = name.rsplit("/", 1)[1]
+                if (entry.ref, file) not in needed:
+                    self.backend.move(name, f"{target}/{file}")
         return target
 
     def clean_up(self) -> int:
@@ -297,14 +303,14 @@ class Run:
         next session.
 
         A part of a step that is not complete can never become so once its session is over.
-        Replicas that differ are kept: they are whole, and evidence.
+        Replicas that differ are kept: they are whole, and evidence. So is a part to which a rank's
+        record of a whole step refers.
+
+        Raises:
+            StoreError: the store did not answer, so that it is not known what may go.
         """
         listing = self.listing()
-        for entry in listing.steps:
-            if not entry.complete and not entry.diverged:
-                for part in entry.parts:
-                    self.delete_part(entry.ref, part.stem)
-        for ref, stem in listing.loose:
+        for ref, stem in leftovers(self, listing):
             self.delete_part(ref, stem)
         numbers = [fmt.parse_session_file(e.name) or 0 for e in self.backend.list("sessions")]
         last = max([0, *numbers, *(entry.session for entry in listing.steps)])
@@ -367,6 +373,12 @@ def _entries(ref: StepRef, files: list[Entry]) -> tuple[list[StepEntry], list[tu
         for (session, world_size), found in parts.items()
     ]
     return entries, [(ref, stem) for stem in sorted(stems - with_record)]
+
+
+def _is_known(name: str) -> bool:
+    """Whether a file that is neither of a step nor a record belongs to the run all the same."""
+    own = name in (fmt.RUN_FILE, fmt.LOCK_FILE) or parse_name(name) is not None
+    return own or is_set_aside(name)
 
 
 def is_set_aside(name: str) -> bool:

@@ -11,7 +11,7 @@ from msgspec import Struct
 from everystep.errors import Damaged, EverystepError, StoreError
 from everystep.store import format as fmt
 from everystep.store.format import RankRecord, RunRecord
-from everystep.store.reading import StepReader, locate
+from everystep.store.reading import StepReader, Stretch, locate
 from everystep.store.records import read_record
 from everystep.store.run import Listing, Run, StepEntry, is_set_aside
 from everystep.store.wellformed import torn_shards
@@ -37,11 +37,12 @@ def verify_run(
 ) -> Iterator[Finding]:
     """Check every file of a run: records by their own hash, data by the hashes in the records.
 
-    Memory: one buffer of the largest tensor at a time.
+    Memory: one buffer of the largest tensor at a time. What several steps refer to is read once.
 
     Args:
         progress: called with the number of bytes just read.
     """
+    proved: set[Stretch] = set()
     try:
         read_record(run.backend, fmt.RUN_FILE, RunRecord)
     except StoreError as error:
@@ -49,7 +50,7 @@ def verify_run(
     for damage in listing.damages:
         yield _finding(run, damage)
     for entry in listing.steps:
-        yield from verify_step(run, entry, progress)
+        yield from verify_step(run, entry, progress, proved)
     for ref, stem in listing.loose:
         yield Finding(
             level="note", what="data without a record: being written, or given up",
@@ -64,9 +65,17 @@ def verify_run(
 
 
 def verify_step(
-    run: Run, entry: StepEntry, progress: Callable[[int], None] | None = None
+    run: Run,
+    entry: StepEntry,
+    progress: Callable[[int], None] | None = None,
+    proved: set[Stretch] | None = None,
 ) -> Iterator[Finding]:
-    """Check all ranks' files of one step."""
+    """Check all ranks' files of one step, those of earlier steps to which it refers included.
+
+    Args:
+        progress: called with the number of bytes just read.
+        proved: see `StepReader.check_piece`.
+    """
     records: dict[int, RankRecord] = {}
     for part in entry.parts:
         try:
@@ -75,7 +84,7 @@ def verify_step(
             yield _finding(run, error, entry.ref, part.rank)
     whole = True
     for rank, record in records.items():
-        for problem in _verify_part(run, entry, rank, record, progress):
+        for problem in _verify_part(run, entry, rank, record, progress, proved):
             whole = False
             yield _finding(run, problem, entry.ref, rank)
     yield from _unnamed_files(run, entry, records)
@@ -93,19 +102,19 @@ def _verify_part(
     rank: int,
     record: RankRecord,
     progress: Callable[[int], None] | None,
+    proved: set[Stretch] | None,
 ) -> Iterator[EverystepError]:
     """Read each piece that this rank has stored, by itself, so that all damage is found."""
     specs = {tensor.spec.key: tensor.spec for tensor in record.tensors}
-    directory = fmt.step_directory(entry.ref)
     reader = StepReader(run.backend, entry, {rank: record})
     unusable: set[int] = set()
     for index in range(len(record.files)):
         try:
-            _, slots = reader.open_file(rank, index)
+            path, slots = reader.open_file(rank, index)
             nameless = slots.keys() - {p.name for p in record.pieces if p.file == index}
-            if nameless:
+            if nameless and record.files[index].step is None:  # else its own record says
                 what = f"holds {min(nameless)!r}, which the record does not name"
-                raise Damaged(what, path=f"{directory}/{record.files[index].name}")
+                raise Damaged(what, path=path)
         except StoreError as error:
             unusable.add(index)
             yield error
@@ -113,7 +122,7 @@ def _verify_part(
         if stored.file in unusable:
             continue
         try:
-            reader.check_piece(rank, stored, specs[stored.piece.key], progress)
+            reader.check_piece(rank, stored, specs[stored.piece.key], progress, proved)
         except StoreError as error:
             yield error
 
@@ -142,7 +151,7 @@ def _verify_whole(
 def _unnamed_files(run: Run, entry: StepEntry, records: dict[int, RankRecord]) -> Iterator[Finding]:
     for rank, record in records.items():
         part = next(part for part in entry.parts if part.rank == rank)
-        known = {part.marker} | {file.name for file in record.files}
+        known = {part.marker} | {file.name for file in record.files if file.step is None}
         for name in run.part_files(entry.ref, part.stem):
             if name.rsplit("/", 1)[1] not in known:
                 what = "no record names this file"

@@ -9,15 +9,34 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
+from everystep.errors import Damaged
 from everystep.store import format as fmt
-from everystep.store.format import RankRecord, StoredPiece
-from everystep.types import Shard, TensorSpec
+from everystep.store.format import DataFile, PartName, RankRecord, StoredPiece
+from everystep.types import Shard, StepRef, TensorSpec
 
 MAX_DIMENSIONS = 64
 MAX_LENGTH = (1 << 63) - 1
 """torch's own limits."""
 
 _PLACEMENT = re.compile(r"R|S\(([0-9]{1,2})\)")
+
+
+def require_wellformed(
+    record: RankRecord, run: str, ref: StepRef, part: PartName, path: str
+) -> None:
+    """Check that a record is of this run, step and rank, and makes sense.
+
+    Raises:
+        Damaged: it is not, or does not.
+    """
+    replica = (record.replica_xxh3_128 or "")[:16]
+    found_part = PartName(record.session, record.rank, record.world_size, replica)
+    expected = (run, ref, part)
+    found = (record.run, StepRef(record.timeline, record.step), found_part)
+    if found != expected:
+        raise Damaged("belongs elsewhere", path=path, expected=expected, found=found)
+    for complaint in complaints(record, part.stem):
+        raise Damaged(complaint, path=path, at=fmt.FRAME_BYTES, step=ref, rank=part.rank)
 
 
 def complaints(record: RankRecord, stem: str) -> Iterator[str]:
@@ -42,14 +61,33 @@ def complaints(record: RankRecord, stem: str) -> Iterator[str]:
 
 
 def _wrong_in_files(record: RankRecord, stem: str) -> Iterator[str]:
-    names = {file.name for file in record.files}
-    if len(names) != len(record.files):
+    if len({(file.name, file.step) for file in record.files}) != len(record.files):
         yield "it names a file twice"
     for file in record.files:
-        if fmt.owner_of(file.name) != stem or not file.name.endswith(".safetensors"):
-            yield f"it names {file.name[:200]!r}, which is not a data file of its part"
+        named = f"it names {file.name[:200]!r}"
+        if file.step is not None:
+            problem = _wrong_in_reference(record, stem, file, file.step)
+            if problem is not None:
+                yield f"{named} of step {str(file.step)[:200]}, {problem}"
+        elif fmt.owner_of(file.name) != stem or not file.name.endswith(".safetensors"):
+            yield f"{named}, which is not a data file of its part"
         if not 8 <= file.header_bytes <= file.nbytes:
             yield f"{file.name}: {file.header_bytes} bytes of header in {file.nbytes}"
+
+
+def _wrong_in_reference(record: RankRecord, stem: str, file: DataFile, step: StepRef) -> str | None:
+    """A file of another step is of an earlier one, and of the same rank of as many."""
+    if fmt.parse_step_path(f"{fmt.step_directory(step)}/{file.name}") != (step, file.name):
+        return "which is no place for a file"
+    own, other = fmt.part_of(stem), fmt.part_of(fmt.owner_of(file.name) or "")
+    is_data = file.name.endswith(".safetensors")
+    if own is None or other is None or own[1:3] != other[1:3] or not is_data:
+        return "which is not a data file of its rank"
+    if other.session > own.session:
+        return "which a later session wrote"
+    if step.timeline == record.timeline and step.step >= record.step:
+        return "which is no earlier step"
+    return None
 
 
 def _wrong_in_piece(

@@ -1,0 +1,146 @@
+"""Restore from the agent's memory after the trainer was killed, beside the same files cold.
+
+A child trains three steps and is killed (SIGKILL); this process, with its objects at hand, is the
+restart. Once it comes when the agent has made all durable, as after a restart that takes seconds;
+and once at the instant of the kill, when `restore` also waits until the agent has written what it
+holds.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import everystep
+from benchmarks.common import (
+    HOME,
+    Setting,
+    bytes_of,
+    forget,
+    make_state,
+    page_aligned,
+    plain_read,
+    settle,
+    tensors_of,
+    timed,
+)
+from benchmarks.figures import Figure, median_of
+from benchmarks.limits import copy_whole
+from benchmarks.loop import Everystep
+
+STEPS = 3
+STRATEGY = everystep.Full(policy="skip", every=1)
+
+
+def train(run: Path, quick: bool, durable: bool) -> None:
+    """What the child does: three steps; it says when they are where they are to be, and sleeps."""
+    model, optimizer = make_state(quick)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    subject = Everystep(run, model, optimizer, STRATEGY)
+    for _ in range(STEPS):
+        optimizer.step()
+        subject.step()
+    if durable:
+        subject.finish()
+    else:
+        subject.ck._session._engine.settle()  # until it is staged
+    print("ready", flush=True)
+    time.sleep(600)
+
+
+def kill_one(run: Path, quick: bool, *, durable: bool) -> None:
+    """Have a child train, and kill it."""
+    words = [str(run), str(int(quick)), str(int(durable))]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.killed", *words], cwd=HOME, stdout=subprocess.PIPE
+    )
+    try:
+        if child.stdout is None or child.stdout.readline().strip() != b"ready":
+            raise ChildProcessError("the child that trains has failed")
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+
+
+class _Restart:
+    """The process that comes after the killed one."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.run = setting, setting.directory / "killed"
+        self.model, self.optimizer = make_state(setting.quick)
+        self.nbytes = bytes_of(tensors_of(self.model, self.optimizer))
+
+    def restore_s(self) -> float:
+        """Seconds that `restore` takes."""
+        with everystep.Checkpointer(
+            self.run, model=self.model, optimizer=self.optimizer, strategy=STRATEGY
+        ) as ck:
+            took_s = timed(lambda: ck.restore(required=True))
+            if ck.steps()[-1] != STEPS:
+                raise ValueError(f"restored {ck.steps()}, not step {STEPS}")
+        return took_s
+
+    def killed_s(self, *, durable: bool) -> float:
+        """Seconds that `restore` takes after a kill."""
+        if self.run.exists():
+            shutil.rmtree(self.run)
+        settle(self.setting.settle_s)
+        kill_one(self.run, self.setting.quick, durable=durable)
+        return self.restore_s()
+
+    def newest_files(self) -> list[Path]:
+        """Those of the step that was restored."""
+        files = [path for path in self.run.rglob("*") if path.is_file()]
+        largest = max(path.stat().st_size for path in files)
+        data = [path for path in files if path.stat().st_size > largest / 2]
+        newest = max(data, key=lambda path: path.stat().st_mtime_ns)
+        return [path for path in newest.parent.iterdir() if path.is_file()]
+
+    def read_s(self) -> float:
+        """Seconds to read these files into new memory."""
+        forget(self.run)
+        return sum(plain_read(path) for path in self.newest_files())
+
+    def cold_s(self) -> float:
+        """Seconds that `restore` takes without the agent."""
+        forget(self.run)
+        return self.restore_s()
+
+
+def measure_killed(setting: Setting) -> list[Figure]:
+    """All of this part."""
+    restart, runs = _Restart(setting), setting.runs
+    at_once = [restart.killed_s(durable=False) for _ in range(1 if setting.quick else 3)]
+    from_memory, reads, cold = [], [], []
+    for _ in range(runs):
+        from_memory.append(restart.killed_s(durable=True))
+        reads.append(restart.read_s())
+        cold.append(restart.cold_s())
+    shutil.rmtree(restart.run)
+    data, target = page_aligned(restart.nbytes), page_aligned(restart.nbytes)
+    copy_whole(data, target)
+    copy_s = statistics.median(timed(lambda: copy_whole(data, target)) for _ in range(runs))
+    head = "killed trainer: "
+    speed = [copy_s / took_s for took_s in from_memory]
+    beside_read = [took_s / read_s for took_s, read_s in zip(from_memory, reads, strict=True)]
+    return [
+        median_of(head + "one memory copy", [copy_s], "s"),
+        median_of(head + "restore from memory", from_memory, "s"),
+        median_of(head + "restore's speed / memory copy's", speed, "x", reach=0.5, at_least=True),
+        median_of(head + "restore / cold read of the files", beside_read, "x", reach=1.0),
+        median_of(head + "cold read of the files", reads, "s"),
+        median_of(head + "restore, cold, no agent", cold, "s"),
+        median_of(head + "restore at once, agent still writing", at_once, "s"),
+    ]
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), sys.argv[2] == "1", sys.argv[3] == "1")

@@ -1,0 +1,1 @@
+"""What runs beside the trainer and survives it: staging memory, and the process that empties it."""

@@ -1,0 +1,228 @@
+"""A whole step in staging memory, as the files that it will be on the store."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+import xxhash
+
+from everystep.agent.arena import whole_pages
+from everystep.agent.protocol import Begin, InMemory, Seal, Still
+from everystep.errors import Damaged
+from everystep.store import format as fmt
+from everystep.store.format import DataFile, PartName
+from everystep.store.full import (
+    REST_SECTION,
+    Content,
+    FileLayout,
+    Part,
+    encoded,
+    lay_out_file,
+    lay_out_files,
+    record_of,
+)
+from everystep.types import Buffer, Piece, StepRef, TensorSpec
+
+STILL_SECTION = "still"
+"""The data file of tensors that do not change, which later steps refer to."""
+
+_STRETCH_BYTES = 8 << 20
+"""What is hashed before it is handed on to be written."""
+
+
+class SlotLayout:
+    """Where everything lies in a slot: the data files one after the other, each from a page
+    boundary on, so that they can be written without a copy; then room for the rest."""
+
+    def __init__(
+        self, number: int, specs: Sequence[TensorSpec], pieces: Sequence[Piece], rest_bytes: int
+    ) -> None:
+        self.number = number
+        self.specs = {spec.key: spec for spec in specs}
+        self.files: list[tuple[int, FileLayout]] = []
+        starts: dict[Piece, int] = {}
+        offset = 0
+        for layout in lay_out_files(self.specs, pieces):
+            self.files.append((offset, layout))
+            starts.update((place.piece, offset + place.start) for place in layout.places)
+            offset += whole_pages(layout.nbytes)
+        self.offsets = [starts[piece] for piece in pieces]
+        self.rest_offset = offset
+        self.slot_bytes = offset + whole_pages(rest_bytes)
+        self._numbers = {piece: number for number, piece in enumerate(pieces)}
+
+    def number_of(self, piece: Piece) -> int:
+        """The place of a piece in the description."""
+        return self._numbers[piece]
+
+    def write_headers(self, slot: memoryview) -> None:
+        """Put what stands before the first tensor of each file into a slot."""
+        for offset, layout in self.files:
+            slot[offset : offset + len(layout.header)] = layout.header
+
+
+def still_file(still: Still, begin: Begin, at: StepRef) -> DataFile:
+    """The description of the file with the tensors that do not change, for the record of a step.
+
+    Args:
+        at: the step whose record it is.
+    """
+    layout = _still_layout(still)
+    stem = PartName(still.session, begin.rank, begin.world_size, "").stem
+    return DataFile(
+        name=f"{stem}.{fmt.file_label(STILL_SECTION)}.safetensors",
+        nbytes=layout.nbytes,
+        header_bytes=len(layout.header),
+        header_xxh3_128=fmt.digest(layout.header),
+        step=None if still.step == at else still.step,
+    )
+
+
+def _still_layout(still: Still) -> FileLayout:
+    return lay_out_file(STILL_SECTION, {spec.key: spec for spec in still.specs}, still.pieces)
+
+
+class Image:
+    """A sealed slot. Hashes that the trainer has not sent are taken while it is written.
+
+    Raises:
+        Damaged: what came of the step makes no sense.
+    """
+
+    def __init__(
+        self, begin: Begin, layout: SlotLayout, seal: Seal, still: Still | None, slot: memoryview
+    ) -> None:
+        self.begin, self.seal = begin, seal
+        self.ref = StepRef(begin.timeline, seal.step)
+        self._layout, self._slot = layout, slot
+        self._still = still if seal.still else None
+        rest_bytes = sum(spec.nbytes for spec in seal.rest)
+        if layout.rest_offset + rest_bytes > len(slot):
+            raise Damaged("the rest of a step is larger than its place", found=rest_bytes)
+        try:
+            self._tree = msgspec.json.decode(seal.tree)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise Damaged(f"the tree of a step is no JSON: {error}") from error
+        self._rest = [Piece(spec.key, 0, spec.elements) for spec in seal.rest]
+        self._hashes: dict[Piece, str] = {}
+        self.hashing: tuple[float, float] | None = None
+        """From the first to the last hash that was taken here, on the host's monotonic clock."""
+
+    @property
+    def refers_to(self) -> list[StepRef]:
+        """Earlier steps in whose files a part of this one lies."""
+        still = self._still
+        return [] if still is None or still.step == self.ref else [still.step]
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """All tensors of the rank's state."""
+        still = [] if self._still is None else self._still.specs
+        return [*self._layout.specs.values(), *still, *self.seal.rest]
+
+    @property
+    def whole(self) -> Mapping[str, str]:
+        """Hashes of whole tensors of which the files hold less."""
+        return self.seal.whole if self._still is None else {**self.seal.whole, **self._still.whole}
+
+    def part(self) -> Part:
+        """What is written beside the tensors."""
+        begin = self.begin
+        return Part(
+            ref=self.ref,
+            run=begin.run,
+            session=begin.session,
+            rank=begin.rank,
+            world_size=begin.world_size,
+            tree=self._tree,
+            metrics=self.seal.metrics,
+            created=self.seal.created,
+            versions=begin.versions,
+        )
+
+    def contents(self) -> list[Content]:
+        """The data files. They may be asked for again when a writing has failed."""
+        found = [self._fixed(offset, layout) for offset, layout in self._layout.files]
+        if self._rest:
+            found.append(self._rest_content())
+        if self._still is not None:
+            layout = _still_layout(self._still)
+            by_piece = dict(zip(self._still.pieces, self._still.hashes, strict=True))
+            hashes = [by_piece[place.piece] for place in layout.places]
+            earlier = still_file(self._still, self.begin, self.ref)
+            found.append(Content(layout, hashes, earlier=earlier))
+        return found
+
+    def _fixed(self, offset: int, layout: FileLayout) -> Content:
+        content = Content(layout, [], lasting=True)
+        content.parts = self._stretches(offset, content)
+        return content
+
+    def _stretches(self, offset: int, content: Content) -> Iterator[Buffer]:
+        """The bytes of a file, each stretch hashed before it is given."""
+        layout, done = content.layout, 0
+        for place in layout.places:
+            known = self._known(place.piece)
+            state = None if known else xxhash.xxh3_128()
+            for start in range(place.start, place.stop, _STRETCH_BYTES):
+                stop = min(start + _STRETCH_BYTES, place.stop)
+                if state is not None:
+                    self._hash(state, self._slot[offset + start : offset + stop])
+                if stop - done >= _STRETCH_BYTES:
+                    end = done + (stop - done) // _STRETCH_BYTES * _STRETCH_BYTES
+                    yield self._slot[offset + done : offset + end]
+                    done = end
+            self._note(content, place.piece, known or state)
+        yield self._slot[offset + done : offset + layout.nbytes]
+
+    def _hash(self, state: xxhash.xxh3_128, data: Buffer) -> None:
+        started_s = time.monotonic()
+        state.update(data)
+        first_s = self.hashing[0] if self.hashing else started_s
+        self.hashing = (first_s, time.monotonic())
+
+    def _known(self, piece: Piece) -> str | None:
+        return self._hashes.get(piece) or self.seal.hashes.get(self._layout.number_of(piece))
+
+    def _note(self, content: Content, piece: Piece, found: str | xxhash.xxh3_128 | None) -> None:
+        digest = found.hexdigest() if isinstance(found, xxhash.xxh3_128) else found or ""
+        self._hashes[piece] = digest
+        content.hashes.append(digest)
+
+    def _rest_content(self) -> Content:
+        specs = {spec.key: spec for spec in self.seal.rest}
+        layout = lay_out_file(REST_SECTION, specs, self._rest)
+        ends = list(itertools.accumulate(spec.nbytes for spec in self.seal.rest))
+        first = self._layout.rest_offset
+        views = {
+            piece: self._slot[first + end - specs[piece.key].nbytes : first + end]
+            for piece, end in zip(self._rest, ends, strict=True)
+        }
+        hashes = [fmt.digest(views[place.piece]) for place in layout.places]
+        return Content(layout, hashes, [layout.header, *(views[p.piece] for p in layout.places)])
+
+    def files(self, slot_offset: int) -> list[InMemory]:
+        """All files that the store has, or is to have, of this step.
+
+        Args:
+            slot_offset: where the slot begins in staging memory.
+        """
+        directory, stem = fmt.step_directory(self.ref), self.part().name.stem
+        files = []
+        contents = self.contents()
+        fixed = {id(layout): slot_offset + offset for offset, layout in self._layout.files}
+        for content in contents:
+            parts = list(content.parts)  # takes the hashes
+            if content.earlier is None:
+                name = f"{directory}/{content.data_file(stem).name}"
+                offset = fixed.get(id(content.layout))
+                data = None if offset is not None else b"".join(parts)
+                files.append(InMemory(name, content.layout.nbytes, offset or 0, data))
+        record = record_of(self.part(), self.specs, contents, self.whole)
+        replica = (record.replica_xxh3_128 or "")[:16]
+        marker = f"{directory}/{self.part().name._replace(replica=replica).marker}"
+        data = encoded(record, marker)
+        return [*files, InMemory(marker, len(data), 0, data)]

@@ -1,0 +1,217 @@
+"""The messages between trainer and agent, each a struct that is tagged with its name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from everystep.store.measured import Measure
+from everystep.store.retention import Retention
+from everystep.store.run import StepEntry
+from everystep.types import Json, Piece, StepRef, TensorSpec
+
+_Index = Annotated[int, Meta(ge=0, le=1 << 31)]
+
+
+class Hello(Struct, tag=True):
+    """Trainer: I am the owner of this rank's agent, or (`owner=False`) somebody who reads."""
+
+    pid: int
+    owner: bool
+
+
+class Ready(Struct, tag=True):
+    """Agent: here I am. Sent for every `Hello`; `problem` says why the owner is refused."""
+
+    pid: int
+    problem: str | None = None
+
+
+class Begin(Struct, tag=True, kw_only=True):
+    """Trainer: a session begins; from now on steps of it come."""
+
+    run: str
+    session: int
+    timeline: str
+    rank: int
+    world_size: int
+    policy: Literal["block", "skip"]
+    staging_bytes: int | None
+    linger_s: float
+    retention: Retention
+    known: list[StepEntry]
+    pinned: list[StepRef]
+    versions: dict[str, str]
+    identity: list[tuple[str, bytes]]
+    """Files to write again should the directory lose them: name and bytes."""
+
+
+class Describe(Struct, tag=True, kw_only=True):
+    """Trainer: what every step will hold from now on, apart from `Seal.rest` and `Still`."""
+
+    layout: int
+    """The number of this description; a seal says which one it follows."""
+    specs: list[TensorSpec]
+    pieces: list[Piece]
+    rest_bytes: int
+    """How much room to leave for `Seal.rest`."""
+    arena: tuple[int, int] | None = None
+    """(slots, bytes of one): a descriptor of staging memory comes along, which an agent that has
+    died has left."""
+    taken: list[int] = []
+    """Slots of it that the trainer is filling, or whose seals follow."""
+
+
+class Places(Struct, tag=True):
+    """Agent: where in a slot each piece is to lie, in the order of `Describe.pieces`, and, if
+    `arena` is set, new staging memory, whose descriptor comes along."""
+
+    layout: int
+    offsets: list[int]
+    rest_offset: int
+    """From there to the end of the slot is room for `Seal.rest`."""
+    arena: tuple[int, int] | None = None
+    problem: str | None = None
+    """Why there is no place, and what to do about it."""
+    hint: str | None = None
+
+
+class Grant(Struct, tag=True):
+    """Agent: this slot may be filled next."""
+
+    slot: int
+
+
+class Release(Struct, tag=True):
+    """Trainer: this slot was granted and was not filled."""
+
+    slot: int
+
+
+class Still(Struct, tag=True, kw_only=True):
+    """Tensors that do not change, as a file that a step has stored."""
+
+    step: StepRef
+    session: int
+    specs: list[TensorSpec]
+    pieces: list[Piece]
+    hashes: list[str]
+    """Of the pieces."""
+    whole: dict[str, str]
+    """Of whole tensors by key, where the file holds less of them."""
+
+
+class Seal(Struct, tag=True, kw_only=True):
+    """Trainer: this slot holds all of a step now."""
+
+    slot: _Index
+    layout: int
+    step: int
+    created: str
+    hashes: dict[int, str]
+    """Of pieces (by their number in `Describe.pieces`) that the trainer has hashed already."""
+    whole: dict[str, str]
+    """Of whole replicated tensors by key."""
+    rest: list[TensorSpec]
+    """Whole tensors whose form may change with every step. Their bytes lie one after the other
+    from `Places.rest_offset` on."""
+    still: bool
+    """Whether the tensors of the last `Still` belong to it."""
+    tree: bytes
+    """JSON."""
+    metrics: dict[str, Json]
+    every: int = 1
+    """The trainer was taking a checkpoint at every so many steps."""
+
+
+class Measured(Struct, tag=True):
+    """Trainer: what a step cost, but for what the agent knows."""
+
+    measure: Measure
+
+
+class Stored(Struct, tag=True, kw_only=True):
+    """Agent: a step is durable."""
+
+    step: int
+    written_bytes: int
+    took_s: float
+    at_s: float
+    """When, on the host's monotonic clock."""
+
+
+class NotStored(Struct, tag=True, kw_only=True):
+    """Agent: a step could not be stored (`error`), or a later one took its place."""
+
+    step: int
+    error: tuple[str, str, str | None] | None
+    """Class, headline and hint of an `EverystepError`."""
+
+
+class Notice(Struct, tag=True):
+    """Agent: something to tell the user, by way of the trainer's log."""
+
+    level: int
+    text: str
+
+
+class Diverged(Struct, tag=True):
+    """Agent: ranks hold different bits of what they must hold alike."""
+
+    step: StepRef
+
+
+class Settle(Struct, tag=True):
+    """Trainer: make everything durable that you hold, then answer."""
+
+
+class Settled(Struct, tag=True):
+    """Agent: done, or tried; these steps are in memory only."""
+
+    unsaved: list[StepRef]
+
+
+class ListFiles(Struct, tag=True):
+    """Anybody: which files do you hold in memory?"""
+
+
+class InMemory(Struct, tag=True):
+    """One file that the agent holds: `data`, or a stretch of staging memory."""
+
+    name: str
+    nbytes: int
+    offset: int
+    data: bytes | None = None
+
+
+class Files(Struct, tag=True):
+    """Agent: these. A descriptor of staging memory comes along if `arena` is set."""
+
+    files: list[InMemory]
+    arena: tuple[int, int] | None = None
+
+
+class Ping(Struct, tag=True):
+    """Trainer: are you there?"""
+
+    number: int
+
+
+class Pong(Struct, tag=True):
+    """Agent: yes."""
+
+    number: int
+
+
+class Bye(Struct, tag=True):
+    """Trainer: nothing more will come; finish and end."""
+
+
+Message = (
+    Hello | Ready | Begin | Describe | Places | Grant | Release | Still | Seal | Measured | Stored
+    | NotStored | Notice | Diverged | Settle | Settled | ListFiles | Files | Ping | Pong | Bye
+)  # fmt: skip
+
+decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)

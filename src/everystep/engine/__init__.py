@@ -1,0 +1,1 @@
+"""What runs in the trainer: when bytes leave live tensors, and on which thread."""

@@ -1,0 +1,241 @@
+"""Capture again at the cost of noticing that nothing has changed.
+
+`capture` walks every module and slot and describes every tensor. Here that is done once; afterwards
+whole lists of objects, names and addresses are compared with those of last time, by loops that run
+in C. Whatever does not compare equal is answered by a full capture.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import msgspec
+import torch
+from msgspec import Raw
+from torch import nn
+from torch.optim import Optimizer
+
+from everystep.state import raw, rng
+from everystep.state.capture import (
+    Objects,
+    State,
+    capture,
+    capture_beside,
+    capture_extra_state,
+)
+from everystep.state.names import ModelNames, names_of
+from everystep.state.shards import shard_of
+from everystep.state.slots import Changed, Slots, by_memory_of
+from everystep.state.tree import Encoder, Held
+from everystep.state.watch import ModuleWatch, TensorWatch
+from everystep.types import Json, join_key
+
+_encoded = msgspec.json.encode
+
+
+class Captured(NamedTuple):
+    """A training state, as `capture` would describe it at the same moment."""
+
+    version: int
+    """Increases whenever `fixed` is another list."""
+    fixed: Sequence[Held]
+    """Parameters, buffers and optimizer slots; the same list while `version` is the same."""
+    writers: Sequence[str | None]
+    """Parallel to `fixed`: the optimizer whose `step()` writes the tensor. None: buffers, frozen
+    parameters, and parameters in no optimizer."""
+    rest: Sequence[Held]
+    """All other tensors, captured anew each time."""
+    tree: Json
+    """As in `State`; parts that have not changed are `msgspec.Raw`."""
+    unmoved: Callable[[], bool]
+    """Whether every fixed tensor has the memory and form that `fixed` says, and requires grad as
+    `tree` says. Any thread may ask, and somebody must before relying on it: `now` compares objects
+    only, since to look at all tensors takes longer than everything else, until `Recapture.forget`
+    has been called once."""
+
+
+class Recapture:
+    """Captures the same objects again and again, fully only where something has changed.
+
+    It holds references to what it compares, until the next `now()` finds it replaced.
+    """
+
+    def __init__(self, objects: Objects, world_size: int) -> None:
+        self._objects, self._world_size = objects, world_size
+        self._version = 0
+        self._watchful = False
+        self._known: _Known | None = None
+
+    def forget(self) -> None:
+        """A tensor has moved while it stayed the same object: capture fully the next time, and
+        look at all tensors from then on."""
+        self._known, self._watchful = None, True
+
+    def now(self) -> Captured:
+        """The state at this moment; the tensors alias live memory.
+
+        Raises:
+            Unsupported: something in the state cannot be stored exactly; the message names it.
+        """
+        known, self._known = self._known, None
+        if known is not None:
+            moved = self._watchful and not known.unmoved()
+            captured = None if moved else known.again()
+            if captured is not None:
+                self._known = known
+                return captured
+            del known  # before the walk: what was replaced can be freed
+        state = capture(self._objects, self._world_size)
+        self._version += 1
+        known = _Known(self._objects, self._world_size, state, self._version)
+        if known.comparable:
+            self._known = known
+        rest = [held for key, held in state.held.items() if key not in known.keys]
+        return Captured(self._version, known.fixed, known.writers, rest, state.tree, known.unmoved)
+
+
+class _Known:
+    """A full capture, and all by which a change since then is noticed."""
+
+    def __init__(self, objects: Objects, world_size: int, state: State, version: int) -> None:
+        self._objects, self._version = objects, version
+        names = {name: names_of(model, world_size) for name, model in objects.models.items()}
+        self._models = {
+            name: _Model(name, model, names[name], state) for name, model in objects.models.items()
+        }
+        in_models: dict[object, str] = {}
+        for model in self._models.values():
+            in_models |= model.by_memory
+        self._optimizers = {
+            name: Slots(name, optimizer, state, in_models)
+            for name, optimizer in objects.optimizers.items()
+        }
+        parts: list[_Model | Slots] = [*self._models.values(), *self._optimizers.values()]
+        self.keys = {key for part in parts for key in part.keys}
+        self.fixed = [held for key, held in state.held.items() if key in self.keys]
+        self.writers = _writers(objects.optimizers, names, self._optimizers, self.fixed)
+        self._all_memory = {memory: key for part in parts for memory, key in part.by_memory.items()}
+        self._watch = TensorWatch(chain.from_iterable(part.tensors for part in parts))
+        self._asks = bool(objects.extras) or not all(
+            [
+                *(not its.extra_state for its in names.values()),
+                *(type(o).state_dict is Optimizer.state_dict for o in objects.optimizers.values()),
+            ]
+        )
+        self.comparable = all(slots.comparable for slots in self._optimizers.values())
+
+    def unmoved(self) -> bool:
+        """See `Captured.unmoved`."""
+        return self._watch.same() and all(o.named_alike() for o in self._optimizers.values())
+
+    def again(self) -> Captured | None:
+        """The state now, None where only a full capture can tell."""
+        random_state = rng.global_state()
+        if not all(model.same() for model in self._models.values()):
+            return None
+        encoder = _Rest()
+        try:
+            tree: dict[str, Json] = {"models": {}, "optimizers": {}}
+            in_models: dict[object, str] = {}
+            for name, model in self._models.items():
+                encoder.new_section(among=model.by_memory, apart_from=self._all_memory)
+                tree["models"][name] = model.again(encoder)
+                in_models |= encoder.seen
+            for name, slots in self._optimizers.items():
+                encoder.new_section(in_models, among=slots.known)
+                tree["optimizers"][name] = slots.again(encoder)
+        except Changed:
+            if not rng.same_global_state(random_state):  # what was asked so far has drawn
+                rng.set_global_state(random_state)
+            return None
+        encoder.new_section()
+        tree |= capture_beside(self._objects, random_state, encoder, asked=self._asks)
+        rest = list(encoder.held.values())
+        return Captured(self._version, self.fixed, self.writers, rest, tree, self.unmoved)
+
+
+def _writers(
+    optimizers: Mapping[str, Optimizer],
+    names: Mapping[str, ModelNames],
+    slots: Mapping[str, Slots],
+    fixed: Sequence[Held],
+) -> list[str | None]:
+    """For each fixed tensor the optimizer that writes it, by key, and by memory for a parameter
+    that another model holds as another tensor."""
+    by_id: dict[int, str] = {}
+    by_key: dict[str, str] = {}
+    by_memory: dict[object, str] = {}
+    for name, optimizer in optimizers.items():
+        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            if parameter.requires_grad:
+                by_id.setdefault(id(parameter), name)
+                by_memory.setdefault(raw.same_memory(shard_of(parameter)[0]), name)
+        for key in slots[name].used:
+            by_key.setdefault(key, name)
+    by_memory.pop(None, None)
+    for model, its in names.items():
+        for fqn, parameter in its.parameters.items():
+            if id(parameter) in by_id:
+                by_key[join_key("models", model, its.tied(fqn))] = by_id[id(parameter)]
+    return [
+        by_key.get(held.spec.key) or by_memory.get(raw.same_memory(held.tensor)) for held in fixed
+    ]
+
+
+class _Rest(Encoder):
+    """Collects only tensors that are none of the fixed ones."""
+
+    def new_section(
+        self,
+        known: Mapping[object, str] | None = None,
+        *,
+        among: Mapping[object, str] | None = None,
+        apart_from: Mapping[object, str] | None = None,
+    ) -> None:
+        """Forget what was seen.
+
+        Args:
+            known: memory to start the section with.
+            among: fixed memory that may be met in this section.
+            apart_from: memory that decides under which key something else is held, if met here.
+        """
+        super().new_section(known)
+        self._among, self._apart_from = among or {}, apart_from or {}
+
+    def tensor(self, value: torch.Tensor, key: str, *, replicated: bool = False) -> str:
+        """As in `Encoder`; a fixed tensor is only referred to."""
+        memory = raw.same_memory(shard_of(value)[0])
+        if memory in self._among:
+            return self._among[memory]
+        if memory in self._apart_from:
+            raise Changed
+        return super().tensor(value, key, replicated=replicated)
+
+
+_TRAINED = operator.attrgetter("requires_grad")
+
+
+class _Model:
+    """One model as it was captured."""
+
+    def __init__(self, name: str, model: nn.Module, names: ModelNames, state: State) -> None:
+        self._name, self._names = name, names
+        self._watch = ModuleWatch(model)
+        self.tensors = self._watch.tensors
+        self._trained = list(map(_TRAINED, self.tensors))
+        keys = [join_key("models", name, fqn) for fqn in names.tensors]
+        self.keys = set(keys)
+        self.by_memory = by_memory_of(keys, state)
+        tree = state.tree["models"][name]
+        self._unchanged = {part: Raw(_encoded(tree[part])) for part in ("aliases", "frozen")}
+
+    def same(self) -> bool:
+        """Whether it is made as it was, and the same parameters are trained."""
+        return self._watch.same() and list(map(_TRAINED, self.tensors)) == self._trained
+
+    def again(self, encoder: Encoder) -> Json:
+        extra_state = capture_extra_state(self._name, self._names, encoder)
+        return {**self._unchanged, "extra_state": extra_state}
