@@ -227,7 +227,8 @@ def measure_saturated(bench: Bench, limits: Limits) -> list[Figure]:
     skip = bench.ours(compute_s, SKIP)
     bound_s = max(bare.wall_s, limits.write_s)
     lengths = block.taken.means()
-    peers = {name: bench.peer(kind, compute_s, clean=False) for name, kind in PEERS.items()}
+    compared = dict(list(PEERS.items())[:1]) if bench.setting.quick else PEERS
+    peers = {name: bench.peer(kind, compute_s, clean=False) for name, kind in compared.items()}
     best_s = min(statistics.median(peer.means()) for peer in peers.values())
     copies = [stall / limits.copy_s for stall in skip.taken.stalls]
     staged = sum(stats.staged for stats in skip.stats) / len(skip.stats)

@@ -15,10 +15,11 @@ The parts, each of which can be run alone:
 - `small`: 10,000 tensors of 4 KB.
 - `adapter`: 50 M parameters, of which 99 % are frozen.
 
-All ratios are of one run. `--quick` takes a fifth of the state and shorter steps. What it does not
-show: the link of a real accelerator and its snapshots (a GPU's copies cost the host less, and its
-training more), other disks, a store over a network, many ranks, days of training. DLRover is
-measured where it is installed. CPU time is a difference of two loops, and so is as noisy as they.
+All ratios are of one run. `--quick` takes a fifth of the state, shorter steps and one peer. What
+it does not show: the link of a real accelerator and its snapshots (a GPU's copies cost the host
+less, and its training more), other disks, a store over a network, many ranks, days of training.
+DLRover is measured where it is installed. CPU time is a difference of two loops, and so is as noisy
+as they.
 """
 
 from __future__ import annotations

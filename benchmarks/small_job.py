@@ -154,7 +154,7 @@ def measure_small_job(directory: Path, quick: bool) -> list[Figure]:
     """Start the ranks, wait, and put together what they found."""
     place = directory / "job"
     place.mkdir()
-    rounds, steps = (3, 6) if quick else (5, 15)
+    rounds, steps = (2, 6) if quick else (5, 15)
     ranks = [
         subprocess.Popen(
             [
