@@ -31,7 +31,8 @@ class Entry:
 
 
 class StepLog:
-    """The newest steps of this process. Any thread may change an entry inside `change`."""
+    """The newest steps of this process. The training thread fills its entries; that a step is
+    durable may be noted by any thread."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()

@@ -33,8 +33,8 @@ class Full(Struct, frozen=True, kw_only=True):
     """The most host memory that this rank's agent may use for staging. None: what three
     checkpoints take with `skip`, two with `block`. At least two must fit."""
     snapshot_bytes: int | None = None
-    """The most device memory for copies of what is about to be overwritten. None: what the
-    finished backward pass has freed."""
+    """The most device memory for copies of what is about to be overwritten. None: as needed; what
+    the device has no room for is copied to the host while training waits."""
     linger_s: float = 120.0
     """How long the agent keeps the newest steps in memory after the training process has died, so
     that a restart finds them there."""
