@@ -168,7 +168,7 @@ def measure_between(bench: Bench, limits: Limits, offload_bytes_per_s: float) ->
     """Where a part of the state is left when the update begins: the stall beside the model's."""
     half_s = limits.nbytes / offload_bytes_per_s / 2
     figures = []
-    for compute_s in (bench.setting.between_s, half_s):
+    for compute_s in (half_s,) if bench.setting.quick else (bench.setting.between_s, half_s):
         head = f"in between, T {compute_s:.3g} s: "
         ours = bench.ours(compute_s, SKIP)
         model = predicted(compute_s, ours, limits)
@@ -224,14 +224,12 @@ def measure_saturated(bench: Bench, limits: Limits) -> list[Figure]:
     head = f"saturated, T {compute_s:g} s: "
     bare = bench.bare(compute_s)
     block = bench.ours(compute_s, BLOCK)
-    skip = bench.ours(compute_s, SKIP)
+    skip = None if bench.setting.quick else bench.ours(compute_s, SKIP)
     bound_s = max(bare.wall_s, limits.write_s)
     lengths = block.taken.means()
     compared = dict(list(PEERS.items())[:1]) if bench.setting.quick else PEERS
     peers = {name: bench.peer(kind, compute_s, clean=False) for name, kind in compared.items()}
     best_s = min(statistics.median(peer.means()) for peer in peers.values())
-    copies = [stall / limits.copy_s for stall in skip.taken.stalls]
-    staged = sum(stats.staged for stats in skip.stats) / len(skip.stats)
     durable = len(block.stats) / max(1, block.durable)
     return [
         median_of(head + "step without checkpoints", bare.walls, "s"),
@@ -255,6 +253,15 @@ def measure_saturated(bench: Bench, limits: Limits) -> list[Figure]:
             reach=2.0,
             at_least=True,
         ),
+        *([] if skip is None else _skipped(head, skip, limits)),
+    ]
+
+
+def _skipped(head: str, skip: Ours, limits: Limits) -> list[Figure]:
+    """Where storage is the bottleneck, and steps that find no room are not written."""
+    copies = [stall / limits.copy_s for stall in skip.taken.stalls]
+    staged = sum(stats.staged for stats in skip.stats) / len(skip.stats)
+    return [
         median_of(head + "skip: staged steps", [staged], "share", reach=1.0, at_least=True),
         median_of(head + "skip: durable steps", [skip.durable / len(skip.stats)], "share"),
         median_of(head + "skip: step", skip.taken.means(), "s"),

@@ -15,7 +15,8 @@ The parts, each of which can be run alone:
 - `small`: 10,000 tensors of 4 KB.
 - `adapter`: 50 M parameters, of which 99 % are frozen.
 
-All ratios are of one run. `--quick` takes a fifth of the state, shorter steps and one peer. What
+All ratios are of one run. `--quick` takes a fifth of the state, shorter steps and one peer; it
+leaves out the shorter of the two steps in between, and the saturated disk with `skip`. What
 it does not show: the link of a real accelerator and its snapshots (a GPU's copies cost the host
 less, and its training more), other disks, a store over a network, many ranks, days of training.
 DLRover is measured where it is installed. CPU time is a difference of two loops, and so is as noisy
@@ -24,17 +25,14 @@ as they.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 import everystep
+from benchmarks.command import Asked, Parts
 from benchmarks.common import (
     Setting,
     bytes_of,
@@ -45,7 +43,7 @@ from benchmarks.common import (
     tensors_of,
 )
 from benchmarks.emulated import measure_emulated
-from benchmarks.figures import Figure, finish, median_of
+from benchmarks.figures import Figure, median_of
 from benchmarks.killed import measure_killed
 from benchmarks.loop import Everystep
 from benchmarks.peers import PEERS
@@ -167,7 +165,7 @@ def _stats_of(
         shutil.rmtree(run)
 
 
-PARTS: dict[str, Callable[[Setting], list[Figure]]] = {
+PARTS: Parts = {
     "emulated": measure_emulated,
     "job": lambda setting: measure_small_job(setting.directory, setting.quick),
     "durable": measure_durable,
@@ -180,30 +178,10 @@ PARTS: dict[str, Callable[[Setting], list[Figure]]] = {
 
 def main() -> None:
     """Parse the command line, measure, print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a smaller state, shorter steps")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    parser.add_argument("--dir", type=Path, default=Path("."), help="on which disk (default: .)")
-    parser.add_argument(
-        "--runs", type=int, help="how many (default: 7, quick: 3; steps: 5 or more)"
-    )
-    parser.add_argument("--only", help=f"some of: {','.join(PARTS)}")
-    options = parser.parse_args()
-    names = options.only.split(",") if options.only else list(PARTS)
-    unknown = [name for name in names if name not in PARTS]
-    if unknown:
-        parser.error(f"no part is called {unknown[0]}; there are {', '.join(PARTS)}")
-    if "DLRover flash checkpoint" not in PEERS and "emulated" in names:
+    asked = Asked.parse(__doc__ or "", PARTS)
+    if "DLRover flash checkpoint" not in PEERS and "emulated" in asked.parts:
         print("DLRover flash checkpoint: not installed, not measured", file=sys.stderr)
-    figures: list[Figure] = []
-    with tempfile.TemporaryDirectory(dir=options.dir, prefix="benchmark-") as directory:
-        runs = options.runs or (3 if options.quick else 7)
-        setting = Setting(Path(directory).absolute(), options.quick, runs)
-        for name in names:
-            started_s = time.monotonic()
-            figures += PARTS[name](setting)
-            print(f"{name}: {time.monotonic() - started_s:.0f} s", file=sys.stderr)
-    finish(figures, as_json=options.json)
+    asked.run()
 
 
 if __name__ == "__main__":

@@ -114,6 +114,12 @@ class _Restart:
         forget(self.run)
         return self.restore_s()
 
+    def fresh_s(self) -> float:
+        """Seconds that `restore` takes from memory with an optimizer without slots, as after a real
+        restart: new memory is made for them."""
+        self.optimizer.state.clear()
+        return self.killed_s(durable=True)
+
 
 def measure_killed(setting: Setting) -> list[Figure]:
     """All of this part."""
@@ -124,17 +130,21 @@ def measure_killed(setting: Setting) -> list[Figure]:
         from_memory.append(restart.killed_s(durable=True))
         reads.append(restart.read_s())
         cold.append(restart.cold_s())
+    fresh = [restart.fresh_s() for _ in range(1 if setting.quick else 3)]
     shutil.rmtree(restart.run)
     data, target = page_aligned(restart.nbytes), page_aligned(restart.nbytes)
     copy_whole(data, target)
     copy_s = statistics.median(timed(lambda: copy_whole(data, target)) for _ in range(runs))
     head = "killed trainer: "
     speed = [copy_s / took_s for took_s in from_memory]
+    fresh_speed = [copy_s / took_s for took_s in fresh]
     beside_read = [took_s / read_s for took_s, read_s in zip(from_memory, reads, strict=True)]
     return [
         median_of(head + "one memory copy", [copy_s], "s"),
         median_of(head + "restore from memory", from_memory, "s"),
         median_of(head + "restore's speed / memory copy's", speed, "x", reach=0.5, at_least=True),
+        median_of(head + "fresh optimizer, restore from memory", fresh, "s"),
+        median_of(head + "fresh optimizer, restore's speed / memory copy's", fresh_speed, "x"),
         median_of(head + "restore / cold read of the files", beside_read, "x", reach=1.0),
         median_of(head + "cold read of the files", reads, "s"),
         median_of(head + "restore, cold, no agent", cold, "s"),

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -69,10 +69,11 @@ class Everystep:
         run: Path,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        strategy: everystep.Full,
+        strategy: everystep.Full | everystep.Deltas,
         retention: everystep.Retention | None = None,
         warm_after: int = 5,
         idle_s: float | None = None,
+        extras: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
@@ -85,6 +86,7 @@ class Everystep:
             run,
             model=model,
             optimizer=optimizer,
+            extras=extras or {},
             strategy=strategy,
             retention=retention or everystep.Retention(),
             on_error="raise",
@@ -164,36 +166,42 @@ class Taken:
 
 
 class _HookClock:
-    """Time between the first and the last hook of an optimizer's step."""
+    """Time in all hooks on an optimizer's step that were set since this was made. They are wrapped
+    where they are: hooks of our own around them would not do, since some have to be the last."""
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self.total_s = 0.0
-        self._since_s = 0.0
+        self._hooks = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+        self._seen = {number for hooks in self._hooks for number in hooks}
 
-    def enter(self, *_: object) -> None:
-        """A hook that comes before all others."""
-        self._since_s = time.perf_counter()
+    def watch(self) -> None:
+        """Put a clock around those that have been set since."""
+        for hooks in self._hooks:
+            for number in hooks.keys() - self._seen:
+                hooks[number] = self._timed(hooks[number])
+                self._seen.add(number)
 
-    def leave(self, *_: object) -> None:
-        """A hook that comes after all others."""
-        self.total_s += time.perf_counter() - self._since_s
+    def _timed(self, hook: Callable[..., object]) -> Callable[..., object]:
+        def timed(*args: object) -> object:
+            since_s = time.perf_counter()
+            try:
+                return hook(*args)
+            finally:
+                self.total_s += time.perf_counter() - since_s
+
+        return timed
 
 
 @contextlib.contextmanager
 def _clocked(
     optimizer: torch.optim.Optimizer, make: Callable[[], Subject]
 ) -> Iterator[tuple[Subject, _HookClock]]:
-    """A subject whose hooks lie between ours."""
-    clock = _HookClock()
-    pre, post = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
-    hooks = [pre(clock.enter), post(clock.enter)]
+    """A subject, and a clock for its hooks."""
+    clock = _HookClock(optimizer)
     subject = make()
     try:
-        hooks += [pre(clock.leave), post(clock.leave)]
         yield subject, clock
     finally:
-        for hook in hooks:
-            hook.remove()
         subject.close()
 
 
@@ -206,6 +214,7 @@ def drive(
     clean: bool = False,
     at_least_before: int = 4,
     at_most_before: int = 40,
+    backward: Callable[[], None] = lambda: None,
 ) -> tuple[Taken, Subject]:
     """Train until the subject is warm, and then so many steps with the clocks on.
 
@@ -216,18 +225,24 @@ def drive(
             alone. Where storage is the bottleneck, it would make the first steps too short.
         at_least_before: steps before the clocks go on.
         at_most_before: the same, where it never becomes warm.
+        backward: called after the wait, to put gradients in place; part of no figure but the step.
     """
     taken = Taken()
+
+    def compute() -> None:
+        time.sleep(compute_s)
+        backward()
+
     with _clocked(optimizer, make) as (subject, clock):
         before = 0
         while before < at_least_before or (not subject.warm and before < at_most_before):
-            _step(optimizer, compute_s, subject, clock, Taken())
+            _step(optimizer, compute, subject, clock, Taken())
             before += 1
         if clean:
             subject.finish()
         cpu_before_s = cpu_s()
         for _ in range(steps):
-            _step(optimizer, compute_s, subject, clock, taken)
+            _step(optimizer, compute, subject, clock, taken)
         subject.finish()
         taken.cpu_s = cpu_s() - cpu_before_s
     return taken, subject
@@ -235,14 +250,15 @@ def drive(
 
 def _step(
     optimizer: torch.optim.Optimizer,
-    compute_s: float,
+    compute: Callable[[], None],
     subject: Subject,
     clock: _HookClock,
     taken: Taken,
 ) -> None:
+    clock.watch()
     clock.total_s = 0.0
     begun_s = time.perf_counter()
-    time.sleep(compute_s)
+    compute()
     update_s = time.perf_counter()
     optimizer.step()
     step_s = time.perf_counter()

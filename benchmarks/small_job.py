@@ -3,12 +3,18 @@
 Loops with and without checkpoints take turns, so that both see the same machine. CPU time is of
 both ranks and their agents. Beside it stand one copy, one hash and one write of what each rank
 stores, in the same processes.
+
+A third kind of loop shows what the disk alone takes: the same training, where a process beside each
+rank does nothing but one plain O_DIRECT write of as many bytes at every step. Where the machine is
+virtual, its host may take the processors away for the work that a write is (`steal` in /proc/stat),
+and no checkpointer can be faster than that.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import statistics
 import subprocess
@@ -31,6 +37,8 @@ from benchmarks.loop import Everystep, Nothing, Subject
 RANKS = 2
 WARM_STEPS = 3
 TIMEOUT_S = 600.0
+STOLEN = {"none": "without", "ours": "with checkpoints", "write": "with a plain write beside"}
+"""Kinds of loops."""
 
 
 @dataclass
@@ -42,6 +50,12 @@ class Found:
     walls: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)
+    write_walls: list[float] = field(default_factory=list)
+    """With a plain write beside every step."""
+    writes: list[float] = field(default_factory=list)
+    """Writes per step of these: a step asks for none while one is under way."""
+    steal: dict[str, list[float]] = field(default_factory=dict)
+    """By the kind of loop: the share of the processors' time that the host of this machine took."""
     durable: list[int] = field(default_factory=list)
     written_bytes: int = 0
     copy_cpu: float = 0.0
@@ -53,6 +67,63 @@ class Found:
     def limit_cpu(self) -> float:
         """All three."""
         return self.copy_cpu + self.hash_cpu + self.write_cpu
+
+
+class Writing:
+    """A process beside the rank that overwrites a file once for every step, and does nothing else:
+    at most one write is under way, and a step that comes meanwhile asks for none."""
+
+    warm = True
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _WRITER, str(path), str(nbytes)],
+            cwd=HOME, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        if self._process.stdin is None or self._process.stdout is None:
+            raise ChildProcessError("no pipes")
+        self._ask, self._answers = self._process.stdin, self._process.stdout
+        self._answers.read(1)  # it is ready
+        self._under_way = False
+        self.writes = 0
+
+    def step(self) -> None:
+        """See `Subject.step`."""
+        if self._under_way and not select.select([self._answers], [], [], 0)[0]:
+            return
+        self.finish()
+        self._ask.write(b"w")
+        self._ask.flush()
+        self._under_way = True
+        self.writes += 1
+
+    def finish(self) -> None:
+        """See `Subject.finish`."""
+        if self._under_way:
+            self._answers.read(1)
+            self._under_way = False
+
+    def close(self) -> None:
+        """See `Subject.close`."""
+        self._process.communicate()
+
+
+_WRITER = """
+import os, sys
+from pathlib import Path
+from benchmarks.common import page_aligned, plain_write
+path, data = Path(sys.argv[1]), page_aligned(int(sys.argv[2]))
+plain_write(path, data, direct=True)
+while os.write(1, b"d") and os.read(0, 1):
+    plain_write(path, data, direct=True, overwrite=True)
+path.unlink()
+"""
+
+
+def _processor_ticks() -> tuple[int, int]:
+    """Of all processors since the machine started: those that the host took, and all."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return ticks[7], sum(ticks)
 
 
 class Job:
@@ -79,18 +150,25 @@ class Job:
         self.optimizer.step()
 
 
-def _loop(job: Job, subject: Subject, steps: int) -> tuple[float, float]:
-    """Seconds and CPU seconds of so many steps; the latter until all of them are durable."""
+def _loop(job: Job, subject: Subject, steps: int, steal: list[float]) -> tuple[float, float]:
+    """Seconds and CPU seconds of so many steps; the latter until all of them are durable.
+
+    Args:
+        steal: gets the share that the host took of the former.
+    """
     for _ in range(WARM_STEPS):
         job.step()
         subject.step()
     subject.finish()
     dist.barrier()
+    before = _processor_ticks()
     cpu_before_s, begun_s = cpu_s(), time.perf_counter()
     for _ in range(steps):
         job.step()
         subject.step()
     wall_s = time.perf_counter() - begun_s
+    after = _processor_ticks()
+    steal.append((after[0] - before[0]) / max(1, after[1] - before[1]))
     subject.finish()
     return wall_s, cpu_s() - cpu_before_s
 
@@ -100,7 +178,7 @@ def _round(job: Job, run: Path, steps: int, found: Found) -> None:
     strategy = everystep.Full(every=1)
     subject = Everystep(run, job.model, job.optimizer, strategy, idle_s=2.0)
     try:
-        wall_s, used_s = _loop(job, subject, steps)
+        wall_s, used_s = _loop(job, subject, steps, found.steal.setdefault("ours", []))
         stats = subject.ck.stats[-steps:]
     finally:
         subject.close()
@@ -111,6 +189,17 @@ def _round(job: Job, run: Path, steps: int, found: Found) -> None:
     found.written_bytes = int(statistics.median(one.written_bytes for one in stats if one.durable))
 
 
+def _written(job: Job, path: Path, steps: int, found: Found) -> None:
+    """A loop beside which a process writes."""
+    subject = Writing(path, found.written_bytes)
+    try:
+        wall_s, _ = _loop(job, subject, steps, found.steal.setdefault("write", []))
+    finally:
+        subject.close()
+    found.write_walls.append(wall_s)
+    found.writes.append(subject.writes / (WARM_STEPS + steps))
+
+
 def work(directory: Path, rank: int, rounds: int, steps: int) -> None:
     """All of one rank; what was found is written to a file."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
@@ -118,12 +207,16 @@ def work(directory: Path, rank: int, rounds: int, steps: int) -> None:
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
     job, found = Job(), Found()
     for number in range(rounds):
-        kinds: list[str] = ["none", "ours"] if number % 2 == 0 else ["ours", "none"]
+        # a write is of what ours has written before
+        kinds = ["none", "ours", "write"] if number % 2 == 0 else ["write", "ours", "none"]
         for kind in kinds:
             if kind == "ours":
                 _round(job, directory / f"run-{number}", steps, found)
+            elif kind == "write":
+                _written(job, directory / f"beside-{rank}.bin", steps, found)
             else:
-                wall_s, used_s = _loop(job, Nothing(), steps)
+                steal = found.steal.setdefault(kind, [])
+                wall_s, used_s = _loop(job, Nothing(), steps, steal)
                 found.bare_walls.append(wall_s)
                 found.bare_cpu.append(used_s)
     _limits(directory / f"plain-{rank}.bin", found)
@@ -186,6 +279,8 @@ def measure_small_job(directory: Path, quick: bool) -> list[Figure]:
 def _figures(found: list[Found], rounds: int, steps: int) -> list[Figure]:
     first, head = found[0], f"small job, {RANKS} ranks: "
     throughput = [bare / wall for bare, wall in zip(first.bare_walls, first.walls, strict=True)]
+    writing = [bare / w for bare, w in zip(first.bare_walls, first.write_walls, strict=True)]
+    beside = [write / wall for write, wall in zip(first.write_walls, first.walls, strict=True)]
     used, bare_cpu = [], []
     for number in range(rounds):
         ours = sum(rank.cpu[number] for rank in found)
@@ -202,6 +297,15 @@ def _figures(found: list[Found], rounds: int, steps: int) -> list[Figure]:
         median_of(head + "step", [wall / steps for wall in first.walls], "s"),
         median_of(head + "stall", [stall for rank in found for stall in rank.stalls], "s"),
         median_of(head + "throughput / without", throughput, "x", reach=0.9, at_least=True),
+        median_of(head + "throughput with a plain write beside / without", writing, "x"),
+        median_of(head + "throughput / with a plain write beside", beside, "x"),
+        median_of(
+            head + "plain writes per step", [w for rank in found for w in rank.writes], "share"
+        ),
+        *(
+            median_of(f"{head}taken by the host, {what}", first.steal[kind], "share of CPU")
+            for kind, what in STOLEN.items()
+        ),
         median_of(head + "durable steps", durable, "share"),
         median_of(head + "CPU time of a step without checkpoints", bare_cpu, "s"),
         median_of(head + "CPU time per durable checkpoint", used, "s"),

@@ -8,7 +8,7 @@ import errno
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,17 @@ from everystep.store.durable import SystemCalls
 from everystep.types import Buffer
 
 NAMES = (
-    *("create", "reopen", "write_at", "truncate", "sync", "close", "rename", "sync_directory"),
+    *(
+        "create",
+        "reopen",
+        "write_at",
+        "write_parts_at",
+        "truncate",
+        "sync",
+        "close",
+        "rename",
+        "sync_directory",
+    ),
     *("make_directory", "unlink", "remove_directory"),
 )
 """The calls of a store, each a place for a fault."""
@@ -112,6 +122,18 @@ class Faults(SystemCalls):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._full_after_bytes -= len(data)
         return super().write_at(fd, data, offset)
+
+    def write_parts_at(self, fd: int, parts: Sequence[Buffer], offset: int) -> int:
+        """Perform, in part where the disk is nearly full, or fail."""
+        self._before("write_parts_at")
+        if self._full_after_bytes is None:
+            return super().write_parts_at(fd, parts, offset)
+        data = b"".join(parts)[: self._full_after_bytes]
+        if not data:
+            self.fired += 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._full_after_bytes -= len(data)
+        return super().write_parts_at(fd, [data], offset)
 
     def truncate(self, fd: int, nbytes: int) -> None:
         """Perform or fail."""

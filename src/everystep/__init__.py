@@ -10,42 +10,55 @@ from everystep.types import VERSION
 if TYPE_CHECKING:
     from everystep import errors
     from everystep.checkpointer import Checkpointer
+    from everystep.deltas import compressors
+    from everystep.deltas.hooks import compress
     from everystep.recovery.load import LoadedState, load
     from everystep.signals import SaveOnSignal
     from everystep.store.retention import Retention
-    from everystep.strategies import Full
+    from everystep.strategies import Deltas, Full
     from everystep.types import StepRef, StepStats
 
 __version__ = VERSION
 
 __all__ = [
     "Checkpointer",
+    "Deltas",
     "Full",
     "LoadedState",
     "Retention",
     "SaveOnSignal",
     "StepRef",
     "StepStats",
+    "compress",
+    "compressors",
     "errors",
     "load",
 ]
 
 _HOMES = {
     "Checkpointer": "everystep.checkpointer",
+    "Deltas": "everystep.strategies",
     "Full": "everystep.strategies",
     "LoadedState": "everystep.recovery.load",
     "Retention": "everystep.store.retention",
     "SaveOnSignal": "everystep.signals",
     "StepRef": "everystep.types",
     "StepStats": "everystep.types",
+    "compress": "everystep.deltas.hooks",
     "load": "everystep.recovery.load",
+}
+
+
+_MODULES = {
+    "compressors": "everystep.deltas.compressors",
+    "errors": "everystep.errors",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: `everystep ls` must not load torch (PEP 562)."""
-    if name == "errors":
-        return importlib.import_module("everystep.errors")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'everystep' has no attribute {name!r}")

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import msgspec
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 from everystep.agent.client import Agent
 from everystep.agent.memory import Overlay
 from everystep.blocking import Blocking, Facts
+from everystep.engine.device import copy_memory
 from everystep.errors import (
     EverystepError,
     NothingToRestore,
@@ -28,10 +28,11 @@ from everystep.errors import (
     StoreError,
     UsageError,
 )
+from everystep.logged import Logged
 from everystep.outcomes import Outcomes
 from everystep.recovery.agree import on_first_rank, raise_together
-from everystep.recovery.plan import Plan, plan_restore
-from everystep.recovery.restore import require_fresh, restore
+from everystep.recovery.plan import plan_restore
+from everystep.recovery.restore import Restored, require_fresh, restore
 from everystep.saving import encoded_metrics, versions
 from everystep.signals import SaveOnSignal, SignalHold
 from everystep.staged import Staged
@@ -39,11 +40,12 @@ from everystep.state.capture import Objects, capture
 from everystep.state.ranks import Ranks
 from everystep.stats import StepLog
 from everystep.store import format as fmt
+from everystep.store.chains import plan_chains
 from everystep.store.local import LocalBackend
 from everystep.store.records import require_run_or_empty
 from everystep.store.retention import Retention, Upkeep
 from everystep.store.run import Run, StepEntry
-from everystep.strategies import Full
+from everystep.strategies import Deltas, Full
 from everystep.types import Json, StepRef, StepStats
 
 _log = logging.getLogger("everystep")
@@ -85,7 +87,7 @@ class Checkpointer:
         model: nn.Module | Mapping[str, nn.Module],
         optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
         extras: Mapping[str, Any] | None = None,
-        strategy: Full | Literal["auto"] = "auto",
+        strategy: Full | Deltas | Literal["auto"] = "auto",
         retention: Retention = Retention(),  # noqa: B008 - immutable
         on_error: Literal["report", "raise"] = "report",
         max_failed_steps: int | None = None,
@@ -93,8 +95,10 @@ class Checkpointer:
     ) -> None:
         self._outcomes = Outcomes(on_error, max_failed_steps)
         self._options = Full() if strategy == "auto" else strategy
-        if not isinstance(self._options, Full):
-            raise UsageError(f"strategy={strategy!r}: neither 'auto' nor everystep.Full(…)")
+        if not isinstance(self._options, Full | Deltas):
+            hint = "everystep.Full(…), everystep.Deltas(…) or 'auto'"
+            raise UsageError(f"strategy={strategy!r}: not a strategy", hint=hint)
+        self._blocking = isinstance(self._options, Full) and self._options.blocking
         self._objects = Objects.of(model, optimizer, extras)
         self._retention = retention
         self._log = StepLog()
@@ -161,26 +165,24 @@ class Checkpointer:
         self._end_session()
         run = self._open_run()
         self._settle(run)
-        entry: StepEntry | None = None
         with contextlib.closing(self._in_memory(run)) as overlay:
             seen = Run(overlay, fmt.RunRecord(run=run.id, created=""))
-            plan = self._plan(seen, step)
-            if plan.candidates:
-                entry = restore(
-                    seen, plan, self._objects, self._ranks, strict=strict, lend=overlay.lend
-                )
-            elif required:
-                raise NothingToRestore(
-                    "the run has no step yet, and required=True",
-                    path=self._path,
-                    hint="check the path, or call restore() to begin a fresh run",
-                )
-        self._begin(run, plan, entry)
-        if entry is None:
+            restored = restore(
+                seen, step, self._objects, self._ranks, strict=strict, lend=overlay.lend,
+                copy=copy_memory,
+            )  # fmt: skip
+        if restored.chain is None and required:
+            raise NothingToRestore(
+                "the run has no step yet, and required=True",
+                path=self._path,
+                hint="check the path, or call restore() to begin a fresh run",
+            )
+        self._begin(run, restored)
+        if restored.chain is None:
             _log.info("%s: a fresh run, nothing to restore", self._path)
             return 0
         took_s = time.monotonic() - started
-        _log.info("%s: restored step %s in %.2f s", self._path, entry.ref, took_s)
+        _log.info("%s: restored step %s in %.2f s", self._path, restored.chain.ref, took_s)
         return self._done
 
     def _open_run(self) -> Run:
@@ -204,7 +206,7 @@ class Checkpointer:
         agent, rank = self._agent, self._ranks.rank
         error: EverystepError | None = None
         try:
-            if agent is None and self._options.blocking:
+            if agent is None and self._blocking:
                 agent = Agent.left_behind(self._path.absolute(), run.id, rank)
             elif agent is None:
                 agent = Agent(self._path.absolute(), run.id, rank)
@@ -221,38 +223,28 @@ class Checkpointer:
         """The store, with what agents on this host hold in memory before it."""
         return Overlay(self._backend, run.id, range(self._ranks.world_size))
 
-    def _plan(self, run: Run, step: int | StepRef | None) -> Plan:
-        def decide() -> Json:
-            listing = run.listing()
-            plan = plan_restore(listing, step)
-            if not plan.candidates:
-                require_fresh(listing)
-            return msgspec.to_builtins(plan)
-
-        return msgspec.convert(on_first_rank(self._ranks, decide), Plan)
-
-    def _begin(self, run: Run, plan: Plan, entry: StepEntry | None) -> _Session:
+    def _begin(self, run: Run, restored: Restored) -> _Session:
         """Begin a session: a writer of steps after the restored one, and of no other."""
-        restored = None if entry is None else entry.ref
-        size = self._ranks.world_size
+        chain, size = restored.chain, self._ranks.world_size
+        ref = None if chain is None else chain.ref
 
         def begin() -> Json:
             self._backend.sweep()
             number = run.clean_up()
-            run.begin_session(number, plan.timeline, size, restored, versions())
+            run.begin_session(number, restored.timeline, size, ref, versions())
             return number
 
         number: int = on_first_rank(self._ranks, begin)
         listing = run.listing()
-        if entry is not None and entry.world_size > 1:  # once they differ, they stay different
-            self._share_replicas = any(part.replica for part in entry.parts)
+        if chain is not None and size > 1:  # once they differ, they stay different
+            self._share_replicas = any(part.replica for part in chain.full.parts)
         pinned = {t.parent for t in listing.timelines.values() if t.parent is not None}
-        if restored is not None:
-            pinned.add(restored)
-        timeline = plan.timeline.name
+        if chain is not None:
+            pinned |= {chain.ref, chain.full.ref}
+        timeline = restored.timeline.name
         known = [e for e in listing.steps if e.ref.timeline == timeline and e.session < number]
         facts = Facts(run, number, timeline, run.identity(number), self._share_replicas)
-        self._done = 0 if restored is None else restored.step
+        self._done = 0 if ref is None else ref.step
         self._log.forget_progress()
         self._session = self._writer(facts, known, sorted(pinned))
         return self._session
@@ -262,22 +254,23 @@ class Checkpointer:
     ) -> _Session:
         agent, objects, ranks = self._agent, self._objects, self._ranks
         log, outcomes = self._log, self._outcomes
-        if self._options.blocking or agent is None:
+        if self._blocking or agent is None:
             if agent is not None:
                 self._agent = None
                 agent.close()
             upkeep = Upkeep(facts.run, self._retention, ranks.rank, known, pinned)
             return Blocking(facts, objects, ranks, upkeep, self._done, log, outcomes)
-        return Staged(
-            facts, objects, ranks, agent, self._options, self._retention, known, pinned,
-            self._done, log, outcomes,
-        )  # fmt: skip
+        beside = (self._retention, known, pinned, self._done, log, outcomes)
+        if isinstance(self._options, Deltas):
+            return Logged(facts, objects, ranks, agent, self._options, *beside)
+        return Staged(facts, objects, ranks, agent, self._options, *beside)
 
     def step(self, **metrics: float | int | str | bool | torch.Tensor) -> None:
         """End a training step: its state is to be stored.
 
         With `Full()` it returns while the state is being copied beside training; the first step of
         a process, and one that a signal has been held back for, are copied before it returns. With
+        `Deltas()` it returns when all that has changed beside parameters and slots is noted. With
         `Full(blocking=True)` it returns when this rank's part of the step is durable.
 
         Args:
@@ -311,13 +304,15 @@ class Checkpointer:
             )
         run = self._open_run()
         self._settle(run)
-        plan = self._plan(run, None)
-        if plan.candidates:
+        listing = run.listing()
+        plan = plan_restore(listing, run.segments(listing), None)
+        if plan.chain is not None:
             raise NotRestored(
-                f"{self._path} already has step {plan.candidates[0].ref}",
+                f"{self._path} already has step {plan.chain.ref}",
                 hint="call restore() before the first step(), or use another directory",
             )
-        return self._begin(run, plan, None)
+        require_fresh(listing)
+        return self._begin(run, Restored(None, plan.timeline))
 
     def _end_session(self) -> None:
         session, self._session = self._session, None
@@ -332,7 +327,7 @@ class Checkpointer:
             return []
         listing = run.listing()
         name = self._session.timeline if self._session else listing.current_timeline()
-        return [entry.ref.step for entry in listing.line(name)]
+        return [ref.step for ref in plan_chains(listing, run.segments(listing), name).refs]
 
     @property
     def stats(self) -> Sequence[StepStats]:
@@ -353,12 +348,14 @@ class Checkpointer:
         self._closed = True
         atexit.unregister(self.close)
         session = self._session
-        self._end_session()
-        agent, self._agent = self._agent, None
-        if agent is not None:
-            agent.close()
-            agent.listen(lambda message: None)  # no circle may keep the user's objects
-        self._owned.close()
+        try:
+            self._end_session()
+        finally:
+            agent, self._agent = self._agent, None
+            if agent is not None:
+                agent.close()
+                agent.listen(lambda message: None)  # no circle may keep the user's objects
+            self._owned.close()
         if session is not None:
             session.hear()
 
@@ -375,5 +372,5 @@ class Checkpointer:
             self.close()
 
 
-_Session = Blocking | Staged
+_Session = Blocking | Staged  # or Logged, which is one
 """From one restore to the next, or to the end: who writes, and where to."""

@@ -52,6 +52,8 @@ class Staged:
         done: int,
         log: StepLog,
         outcomes: Outcomes,
+        *,
+        buffer_bytes: int | None = None,
     ) -> None:
         self.timeline = facts.timeline
         self._facts, self._ranks, self._agent = facts, ranks, agent
@@ -70,6 +72,7 @@ class Staged:
                 world_size=ranks.world_size,
                 policy=options.policy,
                 staging_bytes=options.staging_bytes,
+                buffer_bytes=buffer_bytes,
                 linger_s=options.linger_s,
                 retention=retention,
                 known=list(known),
@@ -151,7 +154,7 @@ class Staged:
             _take_over(entry, cost)
 
     def _staged_lag(self, step: int) -> int:
-        staged = [c.step for c, _ in self._costs if c.staged_at_s is not None]
+        staged = [c.step for c, _ in self._costs if c.left_at_s is not None]
         self._newest_staged = max([self._newest_staged, *staged])
         return step - max(self._newest_staged, self._restored)
 
@@ -160,7 +163,7 @@ class Staged:
         while self._costs and (not finished_only or self._costs[0][0].over):
             cost, entry = self._costs.popleft()
             _take_over(entry, cost)
-            if cost.staged_at_s is not None:
+            if cost.left_at_s is not None:
                 self._newest_staged = max(self._newest_staged, cost.step)
             self._agent.measured(_measure(self._facts.timeline, cost))
 
@@ -208,8 +211,8 @@ class Staged:
 def _take_over(entry: Entry, cost: Cost) -> None:
     entry.stall_s, entry.snapshot_s = cost.stall_s, cost.snapshot_s
     entry.staging_s, entry.bookkeeping_s = cost.staging_s, cost.bookkeeping_s
-    entry.copied_bytes = cost.copied_bytes
-    entry.staged = cost.staged_at_s is not None
+    entry.copied_bytes = cost.copied_bytes + cost.logged_bytes
+    entry.staged = cost.left_at_s is not None
     entry.error = entry.error or cost.error
     entry.deviation = cost.deviation
 

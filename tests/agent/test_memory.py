@@ -94,6 +94,31 @@ def test_reading_beyond_the_end_is_damage(overlay: Overlay, name: str, nbytes: i
     overlay.read(name, memoryview(bytearray(0)), 0)
 
 
+def test_what_is_lent_is_read_to_no_other_place(overlay: Overlay) -> None:
+    lent = overlay.lend("steps/a", 7, 50)
+    assert lent is not None and bytes(lent) == LARGE[7:57]
+    overlay.read("steps/a", lent, 7)
+    assert read(overlay, "steps/a") == LARGE
+    assert overlay.lend("steps/a", 7, len(LARGE)) is None
+    assert overlay.lend("steps/b", 0, 9) is None and overlay.lend("steps/c", 0, 8) is None
+
+
+def test_memory_that_became_shorter_is_damage(tmp_path: Path) -> None:
+    """Its size is sealed where an agent of ours has made it."""
+    fd = os.memfd_create("unsealed")
+    os.ftruncate(fd, 1 << 17)
+    files = [p.InMemory("steps/a", 100_000, 0)]
+    thread = answering(lambda c: c.send(p.Files(files, (1, 1 << 17)), fd))
+    found = Overlay(LocalBackend(tmp_path), RUN, [0])
+    thread.join()
+    os.ftruncate(fd, 50_000)
+    os.close(fd)
+    assert read(found, "steps/a", 0, 50_000) == bytes(50_000)
+    with pytest.raises(Damaged, match="ends too early"):
+        read(found, "steps/a", 0, 50_001)
+    found.close()
+
+
 def test_what_is_nowhere_is_missing(overlay: Overlay) -> None:
     with pytest.raises(Missing):
         overlay.size("steps/d")

@@ -34,12 +34,16 @@ def counted_by_hand(a: torch.Tensor, b: torch.Tensor) -> dict[str, Any]:
     right = struct.unpack(f"<{b.numel()}I", raw.bits_of({"": b}, ""))
     places = [i for i in range(a.numel()) if left[i] != right[i]]
     values = list(zip(a.flatten().tolist(), b.flatten().tolist(), strict=True))
+    l2 = a.double().sub(b.double()).square().sum().sqrt().item()
+    norm = a.double().square().sum().sqrt().item()
     return {
         "dtype": "float32",
         "shape": list(a.shape),
         "elements": a.numel(),
         "differing": len(places),
         "max_abs": max(abs(values[i][0] - values[i][1]) for i in places),
+        "l2": pytest.approx(l2, rel=1e-12),
+        "relative_l2": pytest.approx(l2 / norm, rel=1e-12) if norm else "inf",
         "nan_a": 0,
         "nan_b": 0,
         "first": places[0],
@@ -97,7 +101,7 @@ def test_plain_text(cli: Cli, healthy: Path) -> None:
     lines = said.out.splitlines()
     assert said.status == 1
     assert lines[2].split("  ")[0] == "tensor"
-    assert lines[2].split()[-6:] == ["|a-b|", "first:", "bits", "a,", "bits", "b"]
+    assert lines[2].split()[-7:] == ["|a-b|", "|a-b|/|a|", "first:", "bits", "a,", "bits", "b"]
     assert lines[3].startswith("/models/model/0.bias ")
     assert lines[-1].startswith("they differ: ") and lines[-1].endswith(" 2 other values")
 
@@ -132,8 +136,9 @@ def test_ranks_are_compared_with_their_like(cli: Cli, two: Path) -> None:
     rows, *own = sorted(found["tensors"], key=lambda t: (t["key"] != "/models/model/rows", str(t)))
     assert rows == {  # put together from both ranks
         "key": "/models/model/rows", "rank": None, "dtype": "float32", "shape": [4, 3],
-        "elements": 12, "differing": 1, "max_abs": 0.5, "nan_a": 0, "nan_b": 0, "first": 11,
-        "first_a": "41300000", "first_b": "41380000",
+        "elements": 12, "differing": 1, "max_abs": 0.5, "l2": 0.5,
+        "relative_l2": 0.5 / math.sqrt(sum(n * n for n in range(12))), "nan_a": 0, "nan_b": 0,
+        "first": 11, "first_a": "41300000", "first_b": "41380000",
     }  # fmt: skip
     assert [(t["key"], t["rank"], t["max_abs"], t["first_a"][-2:]) for t in own] == [
         ("/models/model/own", 0, None, "01"),
@@ -219,6 +224,25 @@ def test_what_is_said_of_a_tensor(
     assert (found.key, found.rank, found.dtype, found.shape) == ("k", 3, dtype, [len(a)])
     assert (found.elements, found.differing, found.first) == (len(a), differing, first)
     assert (found.max_abs, (found.nan_a, found.nan_b)) == (largest, nans)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "l2", "relative"),
+    [
+        ([3.0, 4.0], [3.0, 7.0], 3.0, 0.6),
+        ([0.0, 0.0], [3.0, 4.0], 5.0, "inf"),
+        ([0.0], [-0.0], 0.0, 0.0),
+        ([NAN], [1.0], None, None),
+        ([3.0, NAN, 4.0], [3.0, 1.0, 9.0], 5.0, 1.0),
+        ([1.0, INF], [1.0, 1.0], "inf", "inf"),
+    ],
+)
+def test_how_far_a_tensor_moved(
+    a: list[float], b: list[float], l2: object, relative: object
+) -> None:
+    found = difference_of("k", None, torch.tensor(a), torch.tensor(b))
+    assert found is not None
+    assert (found.l2, found.relative_l2) == (l2, relative)
 
 
 def test_payloads_of_nan_are_bits_like_others() -> None:

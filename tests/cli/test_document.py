@@ -16,7 +16,7 @@ from small_runs import Said
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "cli.md"
 BLOCK = re.compile(r"^```(python|py|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-COMMANDS = ("ls", "show", "verify", "diff", "export", "prune")
+COMMANDS = ("ls", "show", "verify", "diff", "bisect", "export", "prune")
 
 
 def normal(text: str) -> list[str]:

@@ -26,8 +26,8 @@ def test_a_healthy_run(cli: Cli, healthy: Path) -> None:
     assert (said.status, said.err) == (0, "")
     listed = said.json
     assert list(listed) == [
-        "path", "run", "size_bytes", "newest", "timelines", "steps", "sessions", "set_aside",
-        "unrecorded", "strangers", "damages",
+        "path", "run", "size_bytes", "newest", "timelines", "steps", "gaps", "sessions",
+        "set_aside", "unrecorded", "strangers", "damages",
     ]  # fmt: skip
     assert listed["path"] == str(healthy)
     assert listed["run"] == Run.open(healthy).id
@@ -43,15 +43,15 @@ def test_a_healthy_run(cli: Cli, healthy: Path) -> None:
         assert row == {
             "step": f"main:{number}",
             "state": "complete",
+            "stored": "full",
             "size_bytes": sum(file.stat().st_size for file in directory.iterdir()),
             "session": 1,
             "world_size": 1,
             "missing_ranks": [],
             "metrics": {"loss": everystep.load(healthy, number).metrics["loss"], "at": number},
         }
-    assert [len(listed[key]) for key in ("set_aside", "unrecorded", "strangers", "damages")] == [
-        0, 0, 0, 0
-    ]  # fmt: skip
+    for key in ("gaps", "set_aside", "unrecorded", "strangers", "damages"):
+        assert listed[key] == []
 
 
 def test_plain_text(cli: Cli, forked: Path) -> None:
@@ -60,6 +60,11 @@ def test_plain_text(cli: Cli, forked: Path) -> None:
     lines = said.out.splitlines()
     assert lines[0].startswith(f"{forked}: 8 complete steps, ")
     assert lines[0].endswith(", 3 sessions")
+    assert lines[1].split() == ["metric", "by", "step", "first", "…", "last"]
+    assert [line.split()[0] for line in lines[2:4]] == ["loss", "at"]
+    # main:1 to 3, then main@3:4 to 6
+    assert lines[3].split()[1:] == ["▁▂▄▅▇█", "1", "…", "6"]
+    del lines[1:4]
     assert lines[1].split() == ["step", "state", "size", "session", "ranks", "loss", "at"]
     assert [line.split()[:2] for line in lines[2:10]] == [
         *([f"main:{n}", "complete"] for n in range(1, 6)),

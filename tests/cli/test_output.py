@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from delta_runs import train_run
 from everystep.cli.output import (
     Cell,
     Column,
@@ -135,3 +136,18 @@ def test_json_on_a_terminal_is_json(healthy: Path) -> None:
     status, said = on_a_terminal("ls", healthy, "--json", columns=40)
     assert status == 0
     assert said.startswith('{"path":') and said.count("\n") == 1 and "\x1b" not in said
+
+
+def test_a_fold_has_a_bar_that_counts_steps(tmp_path: Path) -> None:
+    trained = train_run(tmp_path / "run")
+    status, said = on_a_terminal("verify", trained.path, "--deep", columns=200)
+    assert status == 0
+    assert re.search(r"folding.*10/10", said), said
+
+
+def test_a_search_tells_how_far_it_is(tmp_path: Path) -> None:
+    trained = train_run(tmp_path / "run", upto=6)
+    words = ["--good", "2", "--bad", "6", "--metric", "loss<0.3"]
+    status, said = on_a_terminal("bisect", trained.path, *words, columns=200)
+    assert status == 0
+    assert "main:4: bad (2 steps left)\r\nmain:3: good (1 step left)\r\n" in said

@@ -13,6 +13,7 @@ import pytest
 
 import byte_runs
 import everystep
+from delta_runs import train_run
 from everystep.store import local
 from everystep.store.local import LocalBackend
 from everystep.store.run import Run
@@ -264,3 +265,17 @@ def test_plain_text(cli: Cli, healthy: Path) -> None:
     assert row.startswith("main:1   no rule keeps it      4  ")
     assert summary.endswith(" freed; 2 complete steps stay, main:3 proved before")
     assert cli("prune", healthy, "--yes").out == "nothing to remove; 2 complete steps stay\n"
+
+
+def test_of_a_run_with_deltas_what_can_be_had_is_said(cli: Cli, tmp_path: Path) -> None:
+    trained = train_run(tmp_path / "run", fulls=(2, 6, 9))
+    told = pruned(cli, trained.path, "--keep-last", "1", "--dry-run")
+    assert [(r["kind"], r["step"]) for r in told["removed"]] == [
+        ("step", "main:2"), ("step", "main:6"),
+    ]  # fmt: skip
+    assert told["kept"] == [f"main:{step}" for step in range(9, 13)]
+    assert pruned(cli, trained.path, "--keep-last", "1", "--yes")["kept"] == told["kept"]
+    listed = cli("ls", trained.path, "--json").json
+    assert [row["step"] for row in listed["steps"]] == told["kept"]
+    assert cli("verify", trained.path, "--deep").status == 0
+    assert "nothing to remove; 4 complete steps stay" in cli("prune", trained.path, "--yes").out

@@ -21,9 +21,10 @@ def test_the_newest_step(cli: Cli, forked: Path) -> None:
     assert (said.status, said.err) == (0, "")
     shown = said.json
     assert list(shown) == [
-        "path", "run", "step", "state", "timeline", "parent", "rank", "world_size",
-        "missing_ranks", "created", "metrics", "versions", "session", "session_facts", "files",
-        "models", "groups", "extras", "rng", "tensor_count", "tensor_bytes", "tensors",
+        "path", "run", "step", "state", "stored", "folded_from", "deltas", "timeline", "parent",
+        "rank", "world_size", "missing_ranks", "created", "metrics", "versions", "session",
+        "session_facts", "files", "models", "groups", "extras", "rng", "tensor_count",
+        "tensor_bytes", "tensors",
     ]  # fmt: skip
     assert (shown["step"], shown["timeline"], shown["parent"]) == ("main@3:6", "main@3", "main:3")
     assert (shown["state"], shown["rank"], shown["world_size"]) == ("complete", 0, 1)

@@ -4,7 +4,8 @@ The model is as hostile as POSIX allows: bytes of a file count once the file has
 in a directory once the directory has been fsynced, and until then each of them may be there or not,
 in any combination. A file whose name survived and whose bytes did not is empty, zero, cut, or holds
 something else; one that was written over, parts of what it held before, too. Only a rename within
-one directory is taken to happen whole or not at all.
+one directory is taken to happen whole or not at all, and bytes behind which others were appended
+stay: a disk writes a sector whole or not at all.
 """
 
 from __future__ import annotations
@@ -97,6 +98,14 @@ class Recorder(SystemCalls):
         self._add(Call("write", file=self._files[fd], data=bytes(data[:taken]), at=offset))
         return taken
 
+    def write_parts_at(self, fd: int, parts: Sequence[Buffer], offset: int) -> int:
+        """Perform and record what was taken."""
+        self._alive()
+        taken = super().write_parts_at(fd, parts, offset)
+        data = b"".join(parts)[:taken]
+        self._add(Call("write", file=self._files[fd], data=data, at=offset))
+        return taken
+
     def truncate(self, fd: int, nbytes: int) -> None:
         """Perform and record."""
         self._alive()
@@ -151,12 +160,15 @@ class _File:
         """What may be found in it; `named`: whether it may have a name that counts."""
         if self.kept == self.seen:
             return [self.kept]
-        half = self.seen[: len(self.seen) // 2]
+        appended = bool(self.kept) and self.seen.startswith(self.kept)
+        stays = len(self.kept) if appended else 0  # no byte of it was written again
+        half = self.seen[: stays + (len(self.seen) - stays) // 2]
         found = [self.kept, half]
         if named:
             rest = len(self.seen) - len(half)
-            found += [bytes(len(self.seen)), half + bytes(rest), half + rng.randbytes(rest)]
-        if named and self.kept:
+            zeros = self.seen[:stays] + bytes(len(self.seen) - stays)
+            found += [zeros, half + bytes(rest), half + rng.randbytes(rest)]
+        if named and self.kept and not appended:
             found += [
                 half + self.kept[len(half) :],
                 self.kept[: len(half)] + self.seen[len(half) :],

@@ -107,10 +107,11 @@ class Session:
         self.backends = [LocalBackend(root, calls) for _ in range(world_size)]
         first = self.backends[0]
         self.run = Run.open_or_create(first)
-        plan = plan_restore(self.run.listing(), step)
-        if not plan.candidates:
-            require_fresh(self.run.listing())
-        self.restored = plan.candidates[0].ref if plan.candidates else None
+        listing = self.run.listing()
+        plan = plan_restore(listing, self.run.segments(listing), step)
+        if plan.chain is None:
+            require_fresh(listing)
+        self.restored = plan.chain.ref if plan.chain else None
         self.timeline = plan.timeline.name
         first.sweep()
         self.number = self.run.clean_up()
@@ -181,10 +182,10 @@ def _complaints_as_it_is(root: Path, expected: Expected) -> list[str]:
     complete = {(e.ref, e.session): e for e in listing.steps if e.complete}
     found += [f"lost: {ref} of session {n}" for ref, n in expected.complete - complete.keys()]
     found += [line for entry in complete.values() if (line := exact(run, entry)) is not None]
-    plan = plan_restore(listing, None)
-    if not plan.candidates:
+    plan = plan_restore(listing, run.segments(listing), None)
+    if plan.chain is None:
         require_fresh(listing)
-    newest = plan.candidates[0] if plan.candidates else None
+    newest = plan.chain.full if plan.chain else None
     taken = (newest.ref, newest.session) if newest else None
     if taken not in expected.newest:
         found.append(f"restore() takes {taken}, not one of {sorted(map(str, expected.newest))}")

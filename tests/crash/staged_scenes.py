@@ -8,7 +8,7 @@ import logging
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +53,16 @@ def reference(total: int, rank: int = 0, world_size: int = 1, meet: str = "") ->
         print(job.digest())
 
 
-def die_in(where: str, nth: int, *, after: bool) -> None:
-    """Die in the n-th call of a method of the engine or of the agent's client.
+def die_in(where: str, nth: int, *, after: bool, owners: Mapping[str, type] = _OWNERS) -> None:
+    """Die in the n-th call of a method, by default of the engine or of the agent's client.
 
     Args:
         where: such as `Capture.before_update`.
         after: when it returns, and not before it does anything.
+        owners: classes, by name.
     """
     owner, _, name = where.partition(".")
-    real: Callable[..., Any] = getattr(_OWNERS[owner], name)
+    real: Callable[..., Any] = getattr(owners[owner], name)
     calls = itertools.count(1)
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -71,7 +72,7 @@ def die_in(where: str, nth: int, *, after: bool) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    setattr(_OWNERS[owner], name, call)
+    setattr(owners[owner], name, call)
 
 
 def train(

@@ -17,6 +17,7 @@ from crash.staged_scenes import agents_of, sockets_of
 from crash.test_sigkill import at_an_instant
 from crash.trainer import Board
 from crash.zygote import Child, Zygote
+from everystep.store.chains import plan_chains
 from everystep.store.run import Run
 from everystep.store.verify import verify_run
 from waiting import until
@@ -29,7 +30,15 @@ TOTAL = 400
 class Lives:
     """One rank's lives, one after the other, each checked against the reference."""
 
-    def __init__(self, zygote: Zygote, where: Path, reference: list[str], rank: int = 0) -> None:
+    def __init__(
+        self,
+        zygote: Zygote,
+        where: Path,
+        reference: list[str],
+        rank: int = 0,
+        train: str = "staged_scenes.train",
+    ) -> None:
+        self._train = train
         self._zygote, self._where, self._reference, self.rank = zygote, where, reference, rank
         self.run = where / "run"
         self.board = Board(where / f"board{rank}")
@@ -45,7 +54,7 @@ class Lives:
         self.board.clear()
         self._births += 1
         self.child = self._zygote.start(
-            "staged_scenes.train",
+            self._train,
             self._where / f"log{self.rank}.{self._births}",
             run=str(self.run),
             total=total,
@@ -90,9 +99,13 @@ class Lives:
         assert [f.what for f in verify_run(run, listing) if f.level in self.unwanted] == []
         nothing_is_left(self.run)
         rows: list[list[Any]] = json.loads(said.split("stats ")[1].splitlines()[0])
-        newest = listing.line(listing.current_timeline())[-1].ref.step
-        assert newest == max(row[0] for row in rows if row[1])
+        assert self.newest(run) == max(row[0] for row in rows if row[1])
         return rows
+
+    def newest(self, run: Run) -> int:
+        """The newest step that can be had."""
+        listing = run.listing()
+        return plan_chains(listing, run.segments(listing), listing.current_timeline()).refs[-1].step
 
 
 def nothing_is_left(run: Path) -> None:

@@ -26,7 +26,7 @@ STRATEGY = Full(every=1, policy="block", linger_s=1)
 FROM = 300
 TRAINER_KEEPS_BYTES, AGENT_KEEPS_BYTES = 1_000, 5_000
 """Per step, for statistics of the newest steps."""
-SLACK_BYTES = 2 << 20
+SLACK_BYTES = 3 << 20  # what is remembered of descriptions, too
 
 _NOTHING, _ALL = 0, resource.RLIM_INFINITY
 

@@ -24,9 +24,10 @@ from byte_runs import (
     write_step,
 )
 from everystep import types
-from everystep.recovery.restore import read_part
+from everystep.recovery.part import read_part
 from everystep.state import raw, tree
 from everystep.store import format as fmt
+from everystep.store import logformat as lf
 from everystep.store import tensorfile
 from everystep.store.measured import MEASURED
 from everystep.store.run import Run
@@ -69,6 +70,7 @@ def codes(cell: str) -> list[str]:
         ("Fields of a shard", Shard),
         ("Fields of a piece", fmt.StoredPiece),
         ("Fields of a range", Piece),
+        ("Fields of the JSON of `BEGIN`", lf.SegmentRecord),
     ],
 )
 def test_the_fields_of_records(heading: str, record: type[msgspec.Struct]) -> None:
@@ -117,6 +119,31 @@ def test_the_frame() -> None:
     assert [row[0] for row in rows] == ["0", "13", "45", "47", "58", "n − 2"]
     assert fmt.FRAME_BYTES == 58
     assert data[13:45].decode() == fmt.digest(data[47:])
+
+
+def test_the_head_of_a_record() -> None:
+    rows = table_under("The head of a record")
+    segment = lf.Segment("main", session=3, rank=1, world_size=4, number=2, base=900)
+    head, digest = lf.encode_head(lf.Kind.DELTA, segment, 905, 77, b"p" * 16, b"v" * 16)
+    fields = [head[int(offset) : int(offset) + int(nbytes)] for offset, nbytes, _ in rows]
+    assert b"".join(fields) == head and len(head) == lf.HEAD_BYTES
+    assert fields[0].decode() == codes(rows[0][2])[0]
+    assert rows[1][2] == f"version of the log: {lf.LOG_VERSION}"
+    numbers = [int.from_bytes(field, "little") for field in fields[1:7]]
+    assert numbers == [lf.LOG_VERSION, 2, 1, 905, 3, 0]
+    assert int.from_bytes(fields[7], "little") == 77
+    assert fields[8:] == [b"p" * 16, b"v" * 16, digest]
+    assert digest == bytes.fromhex(fmt.digest(head[:72]))
+    assert f"a head of {lf.HEAD_BYTES} bytes" in TEXT and lf.ALIGNMENT == 8
+
+
+def test_the_kinds_of_records() -> None:
+    rows = table_under("Kinds of records")
+    assert [(int(row[0]), codes(row[1])[0]) for row in rows] == [(k.value, k.name) for k in lf.Kind]
+    assert f"`{lf.END_MAGIC.decode()}`" in rows[2][3]
+    segment = lf.Segment("main", session=3, rank=1, world_size=4, number=2, base=900)
+    assert segment.name == "logs/main/s000003-r00001of00004-000000000900.2.log"
+    assert "`logs/NAME/PART-BASE.N.log`" in TEXT
 
 
 def test_the_dtypes() -> None:

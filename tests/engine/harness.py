@@ -89,12 +89,12 @@ class Run:
         bits = {one.spec.key: raw.bits_of({one.spec.key: one.tensor}, one.spec.key) for one in held}
         self.stills.append((step, bits))
 
-    def step(self, *, now: bool = False, **metrics: Any) -> Cost:
+    def step(self, **metrics: Any) -> Cost:
         """End a training step."""
         number = len(self.costs) + 1
         if self._keeps_truth:
             self.truth[number] = Truth(self.objects, self.ranks.world_size)
-        cost = self.engine.step(number, metrics, now=now)
+        cost = self.engine.step(number, metrics)
         self.costs.append(cost)
         return cost
 

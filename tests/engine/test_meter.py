@@ -153,7 +153,9 @@ class _Slow(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         engine = _Slow.engine  # type: ignore[attr-defined]
         if engine is not None:
-            until(lambda: engine._forward_until_s is not None, 20, "the backward to be seen")
+            until(
+                lambda: engine._window._forward_until_s is not None, 20, "the backward to be seen"
+            )
         return gradient
 
 
@@ -172,4 +174,4 @@ def test_forward_is_told_from_backward() -> None:
             if number:
                 assert cost.forward_s > 0 and cost.backward_s > 0
                 assert cost.begun_s + cost.forward_s >= began_s
-        assert threading.current_thread().ident == run.engine._training_thread
+        assert threading.current_thread().ident == run.engine._window._training_thread

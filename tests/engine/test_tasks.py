@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 import strategies
 from engine.sinks import MemorySink
 from everystep.engine.device import CpuDevice
-from everystep.engine.tasks import SMALL_BYTES, Awkward, Found, Group, Large, Task, tasks_for
+from everystep.engine.tasks import (
+    SMALL_BYTES,
+    Awkward,
+    Found,
+    Group,
+    Large,
+    Member,
+    Task,
+    tasks_for,
+)
+from everystep.errors import Unsupported
 from everystep.planning.partition import pieces_of
 from everystep.state import raw
 from everystep.state.tree import Encoder, Held
@@ -147,7 +157,9 @@ def test_what_is_cut_how() -> None:
     assert _kinds([torch.zeros(3, dtype=torch.complex64).conj()]) == [Awkward]
     assert _kinds([torch.zeros(0, 3)]) == []
     assert len(_kinds([torch.zeros(3)] * 1100)) == 3  # no more than 512 at once
-    assert len(_kinds([torch.zeros(limit - 1)] * 70)) == 3  # nor more than 8 MiB and one
+    assert len(_kinds([torch.zeros(limit - 1)] * 70)) == 3  # nor more than 8 MiB
+    assert len(_kinds([torch.zeros(limit)] * 33)) == 3  # nor, of larger ones, than 4 MiB
+    assert len(_kinds([torch.zeros(17 * limit)] * 3)) == 3
 
 
 def test_groups_have_one_writer() -> None:
@@ -159,9 +171,35 @@ def test_groups_have_one_writer() -> None:
 
 
 def test_what_is_written_first_comes_first_and_of_that_the_largest() -> None:
-    sizes = [100_000, 200_000, 300_000, 400_000]
+    sizes = [1_100_000, 1_200_000, 1_300_000, 1_400_000]
     tasks, _, _ = cut(held_of([torch.zeros(n) for n in sizes]), ["2", "1", "2", "1"])
-    assert [task.nbytes // 4 for task in tasks] == [400_000, 200_000, 300_000, 100_000]
+    assert [task.nbytes // 4 for task in tasks] == [1_400_000, 1_200_000, 1_300_000, 1_100_000]
+
+
+def test_what_is_only_hashed_is_gathered() -> None:
+    """Of a state that ranks share most tensors are small, and each task takes some time."""
+    tensors = [torch.zeros(100) for _ in range(300)]
+    for rank in range(2):
+        tasks, _, _ = cut(held_of(tensors, replicated=True), ["1"] * 300, rank, 2)
+        assert [type(task) for task in tasks] == [Group, Large]
+        assert sorted(len(task.keys) for task in tasks) == [150, 150]
+
+
+def test_memory_that_was_freed_is_refused() -> None:
+    tensor, other = torch.zeros(100_000), torch.zeros(100_000)
+    (task,), sink, _ = cut(held_of([other, tensor]), [None, None])
+    room = sink.acquire(0)
+    assert room is not None
+    slot = torch.frombuffer(room.view, dtype=torch.uint8)
+    task.run(CpuDevice(), slot, Found())
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(Unsupported, match=r"001.*freed"):
+        task.run(CpuDevice(), slot, Found())
+    tensor.untyped_storage().resize_(400_000)  # elsewhere, and whole again
+    tensor.fill_(3)
+    found = Found()
+    task.run(CpuDevice(), slot, found)
+    assert found.pieces[1] == xxhash.xxh3_128(tensor.numpy().tobytes()).hexdigest()
 
 
 def test_a_group_goes_to_the_slot_that_it_is_given() -> None:
@@ -182,5 +220,5 @@ def test_a_spec_says_how_much_is_kept() -> None:
     """A rank that stores nothing of a tensor keeps all of it for its hash."""
     tensor = torch.zeros(1000)
     spec = TensorSpec(key="/t", dtype="float32", shape=(1000,), replicated=True)
-    task = Large(Held(tensor, spec), None, None, whole=True)
+    task = Large([Member(Held(tensor, spec), None, whole=True)], None)
     assert (task.nbytes, task.kept_bytes) == (0, 4000)

@@ -83,6 +83,33 @@ def _refused_sparse(name: str, way: str) -> str | None:
     return f"{own} does not support sparse gradient"
 
 
+def _one_of_each() -> list[Case]:
+    """Each optimizer in one format and over one model that torch lets it train, in turn."""
+    found = []
+    for number, optimizer in enumerate(OPTIMIZERS):
+        turned = [MODELS[(number + offset) % len(MODELS)] for offset in range(len(MODELS))]
+        cases = (Case(optimizer, FORMATS[number % len(FORMATS)], model) for model in turned)
+        found.append(next(case for case in cases if not refused(case)))
+    return found
+
+
+LOGGED = [
+    *dict.fromkeys(
+        [
+            *_one_of_each(),
+            *(Case("AdamW/foreach", f, m) for f in ("fp32", "mixed") for m in MODELS[:3]),
+            *(Case("Adam/fused", "fp32", m) for m in ("batchnorm", "gan")),
+            *(Case("SGD+momentum/loop", f, "plain") for f in FORMATS),
+            *(Case(o, "bf16", "sparse") for o in ("SGD/foreach", "SparseAdam")),
+            Case("Adagrad+lr_decay/foreach", "fp32", "sparse"),
+            Case("AdamW/loop", "fp32", "complex"),
+            Case("SGD+momentum/fused", "bf16", "tied"),
+        ]
+    )
+]
+"""What is stored as deltas: every optimizer, format and model."""
+
+
 def inexact(case: Case) -> bool:
     """Whether torch gives other bits from one run to the next (docs/exactness.md): fused SGD with
     momentum reads beyond the end of a momentum buffer in bf16, and computes with what lies there.

@@ -30,11 +30,11 @@ Reports = list[dict[str, Any]]
 """By rank: what was said of each case."""
 
 
-def run_job(folder: Path, phase: str, way: str) -> None:
-    """Run a job of `exact.ranks` to its end; fails with the words of the ranks if one fails."""
+def run_job(folder: Path, phase: str, *options: str, program: str = "exact.ranks") -> None:
+    """Run a job of a program to its end; fails with the words of the ranks if one fails."""
     paths = [str(Path(everystep.__file__).parents[1]), str(Path(__file__).parents[1])]
     here = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(SIZE)}
-    command = [sys.executable, "-m", "exact.ranks", phase, str(folder), way]
+    command = [sys.executable, "-m", program, phase, str(folder), *options]
     ranks, logs = [], [folder / f"log-{rank}" for rank in range(SIZE)]
     try:
         for rank, log in enumerate(logs):
@@ -52,10 +52,10 @@ def run_job(folder: Path, phase: str, way: str) -> None:
     assert codes == [0] * SIZE, told
 
 
-def run_jobs(folder: Path, way: str) -> Reports:
+def run_jobs(folder: Path, *options: str, program: str = "exact.ranks") -> Reports:
     """What all ranks say after both lives."""
     for phase in ("train", "resume"):
-        run_job(folder, phase, way)
+        run_job(folder, phase, *options, program=program)
     texts = [(folder / f"resume-{rank}.json").read_text() for rank in range(SIZE)]
     return [json.loads(text) for text in texts]
 

@@ -92,7 +92,7 @@ def test_a_timeline_elsewhere(root: Path, name: str) -> None:
     forged(root / "sessions/000002.json", timeline=name)
     listing = Run.open(root).listing()
     assert [str(damage.path) for damage in listing.damages] == ["sessions/000002.json"]
-    assert plan_restore(listing, None).timeline.name == "main"
+    assert plan_restore(listing, [], None).timeline.name == "main"
 
 
 def test_a_timeline_whose_parent_is_elsewhere(root: Path) -> None:

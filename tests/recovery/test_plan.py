@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from everystep.errors import CannotRestore, NothingToRestore
 from everystep.recovery.plan import plan_restore
 from everystep.recovery.restore import require_fresh
+from everystep.store.chains import Excluded, plan_chains
 from everystep.store.format import PartName, SessionRecord, TimelineRecord
 from everystep.store.run import Listing, StepEntry
 from everystep.types import StepRef, is_timeline
@@ -61,9 +62,25 @@ def listing(
     )
 
 
-def tried(made: Listing, step: int | str | None = None) -> list[str]:
+def tried(made: Listing, step: int | str | StepRef | None = None) -> list[str]:
+    """The full checkpoints that would be tried, one after the other, if each one failed."""
     asked = ref(step) if isinstance(step, str) else step
-    return [str(candidate.ref) for candidate in plan_restore(made, asked).candidates]
+    return [str(entry.ref) for entry in attempts(made, asked)]
+
+
+def plan_chains_steps(made: Listing, timeline: str) -> list[int]:
+    return [r.step for r in plan_chains(made, [], timeline).refs if r.timeline == timeline]
+
+
+def attempts(made: Listing, asked: int | StepRef | None = None) -> list[StepEntry]:
+    found: list[StepEntry] = []
+    excluded = Excluded()
+    while (chain := plan_restore(made, [], asked, excluded).chain) is not None:
+        assert not chain.links
+        found.append(chain.full)
+        full = (chain.full.ref, chain.full.session)
+        excluded = excluded._replace(fulls={*excluded.fulls, full})
+    return found
 
 
 # ---------------------------------------------------------------- which step
@@ -72,8 +89,8 @@ def tried(made: Listing, step: int | str | None = None) -> list[str]:
 def test_the_newest_first_and_the_older_ones_after_it() -> None:
     made = listing([entry("main:1"), entry("main:3"), entry("main:2")])
     assert tried(made) == ["main:3", "main:2", "main:1"]
-    assert plan_restore(made, None).timeline == TimelineRecord(name="main", parent=None)
-    assert not plan_restore(made, None).asked
+    assert plan_restore(made, [], None).timeline == TimelineRecord(name="main", parent=None)
+    assert not plan_restore(made, [], None).asked
 
 
 def test_only_complete_steps_are_tried() -> None:
@@ -91,7 +108,7 @@ def test_the_line_leads_through_forks() -> None:
     current = listing(steps, forks, (session(9, "main@2@4"),))
     assert tried(made) == ["main@1:2", "main:1"], "the newest session is the one of its steps"
     assert tried(current) == ["main@2@4:5", "main@2:4", "main@2:3", "main:2", "main:1"]
-    assert plan_restore(current, None).timeline.name == "main@2@4"
+    assert plan_restore(current, [], None).timeline.name == "main@2@4"
 
 
 def test_a_fork_without_steps_yet_goes_on_from_its_parent() -> None:
@@ -101,7 +118,7 @@ def test_a_fork_without_steps_yet_goes_on_from_its_parent() -> None:
         (session(1, "main"), session(2, "main@2", "main:2")),
     )
     assert tried(made) == ["main:2", "main:1"]
-    assert plan_restore(made, None).timeline.name == "main@2"
+    assert plan_restore(made, [], None).timeline.name == "main@2"
 
 
 def test_old_runs_high_numbers_do_not_win() -> None:
@@ -115,9 +132,10 @@ def test_old_runs_high_numbers_do_not_win() -> None:
 
 
 def test_nothing_at_all_is_a_fresh_run() -> None:
-    plan = plan_restore(listing([]), None)
-    assert (plan.candidates, plan.timeline.name) == ((), "main")
-    assert plan_restore(Listing(steps=(), timelines={}, sessions=()), None).timeline.name == "main"
+    plan = plan_restore(listing([]), [], None)
+    assert (plan.chain, plan.timeline.name) == (None, "main")
+    nothing = Listing(steps=(), timelines={}, sessions=())
+    assert plan_restore(nothing, [], None).timeline.name == "main"
 
 
 # ---------------------------------------------------------------- a step that is asked for
@@ -125,28 +143,28 @@ def test_nothing_at_all_is_a_fresh_run() -> None:
 
 def test_a_step_that_is_asked_for_is_the_only_candidate() -> None:
     made = listing([entry(f"main:{n}") for n in (1, 2, 3)])
-    plan = plan_restore(made, 2)
+    plan = plan_restore(made, [], 2)
     assert plan.asked
-    assert [str(e.ref) for e in plan.candidates] == ["main:2"]
+    assert tried(made, 2) == ["main:2"]
     assert plan.timeline == TimelineRecord(name="main@2", parent=ref("main:2"))
-    assert plan_restore(made, ref("main:2")) == plan
+    assert plan_restore(made, [], ref("main:2")) == plan
 
 
 def test_the_newest_by_its_number_goes_on_without_a_fork() -> None:
     made = listing([entry("main:1"), entry("main:2"), entry("main:3", 1, "a-")])
-    assert plan_restore(made, 2).timeline.name == "main"
+    assert plan_restore(made, [], 2).timeline.name == "main"
 
 
 def test_a_step_of_the_parent_forks_the_parent() -> None:
     made = listing(
         [entry("main:1"), entry("main:2"), entry("main@1:2", 2)],
         {"main": None, "main@1": "main:1"},
-        (session(2, "main@1"),),
+        (session(2, "main@1", "main:1"),),
     )
-    assert [str(e.ref) for e in plan_restore(made, 1).candidates] == ["main:1"]
-    assert plan_restore(made, 1).timeline.name == "main@1.2"
-    assert plan_restore(made, 2).timeline.name == "main@1", "its newest"
-    assert plan_restore(made, ref("main:2")).timeline.name == "main", "the other's newest"
+    assert tried(made, 1) == ["main:1"]
+    assert plan_restore(made, [], 1).timeline.name == "main@1.2"
+    assert plan_restore(made, [], 2).timeline.name == "main@1", "its newest"
+    assert plan_restore(made, [], ref("main:2")).timeline.name == "main", "the other's newest"
 
 
 @pytest.mark.parametrize(
@@ -156,22 +174,22 @@ def test_a_step_of_the_parent_forks_the_parent() -> None:
 def test_a_step_that_is_not_there_names_its_neighbours(step: int, nearest: str) -> None:
     made = listing([entry(f"main:{n}") for n in (1, 3, 4, 8, 9)])
     with pytest.raises(NothingToRestore, match=f"step {step} is not there") as raised:
-        plan_restore(made, step)
+        plan_restore(made, [], step)
     assert str(raised.value).endswith(f"the nearest that can be restored: {nearest}")
 
 
 def test_a_step_that_is_not_complete_is_not_there() -> None:
     made = listing([entry("main:1", 1, "aa"), entry("main:2", 1, "a-")])
     with pytest.raises(NothingToRestore, match="not complete"):
-        plan_restore(made, 2)
+        plan_restore(made, [], 2)
 
 
 @pytest.mark.parametrize("step", [ref("main:2"), ref("other:1"), 7])
 def test_what_is_nowhere(step: int | StepRef) -> None:
     with pytest.raises(NothingToRestore):
-        plan_restore(listing([entry("main:1")]), step)
+        plan_restore(listing([entry("main:1")]), [], step)
     with pytest.raises(NothingToRestore):
-        plan_restore(listing([]), step)
+        plan_restore(listing([]), [], step)
 
 
 STEPS = st.lists(
@@ -196,14 +214,17 @@ def test_whatever_the_listing_a_plan_is_sound(
 ) -> None:
     made = listing(steps, forks)
     complete = made.complete()
-    plan = plan_restore(made, None)
-    assert all(complete[e.ref] is e for e in plan.candidates), "complete, and the newest writing"
-    numbers = [e.ref.step for e in plan.candidates]
+    plan = plan_restore(made, [], None)
+    candidates = attempts(made)
+    assert all(e.complete for e in candidates)
+    numbers = [e.ref.step for e in candidates]
     assert numbers == sorted(numbers, reverse=True)
     assert plan.timeline.name in made.timelines
     for asked in complete:
-        one = plan_restore(made, asked)
-        assert [e.ref for e in one.candidates] == [asked]
+        if asked.step not in plan_chains_steps(made, asked.timeline):
+            continue
+        one = plan_restore(made, [], asked)
+        assert one.chain is not None and one.chain.ref == asked
         assert is_timeline(one.timeline.name)
         if one.timeline.name not in made.timelines:
             assert one.timeline.parent == asked

@@ -29,7 +29,7 @@ from everystep.errors import (
     StoreFailed,
 )
 from everystep.recovery import restore as restoring
-from everystep.recovery.plan import plan_restore
+from everystep.recovery.part import read_part
 from everystep.state.capture import Objects
 from everystep.state.ranks import Ranks
 from everystep.store.format import FORMAT, RunRecord
@@ -483,8 +483,8 @@ def restore_all(root: Path, models: Sequence[nn.Module], run: Run | None = None)
     def act(ranks: Ranks) -> str:
         here = run or Run.open(root)
         objects = Objects({"model": models[ranks.rank]}, {}, {})
-        plan = plan_restore(here.listing(), None)
-        return str(restoring.restore(here, plan, objects, ranks).ref)
+        chain = restoring.restore(here, None, objects, ranks).chain
+        return str(chain.ref) if chain else "fresh"
 
     return Meeting(2).all(act)
 
@@ -578,7 +578,7 @@ def test_a_rank_that_there_is_not(two_ranks: Path) -> None:
     run = Run.open(two_ranks)
     entry = run.listing().steps[0]
     with pytest.raises(LayoutMismatch, match="no rank 5"):
-        restoring.read_part(run, entry, 5)
+        read_part(run, entry, 5)
 
 
 def test_a_missing_record_of_another_rank(two_ranks: Path) -> None:
@@ -586,4 +586,4 @@ def test_a_missing_record_of_another_rank(two_ranks: Path) -> None:
     entry = run.listing().steps[0]
     file_of(two_ranks, 1, "*r00001*.json").unlink()
     with pytest.raises(Missing):
-        restoring.read_part(run, entry, 0)
+        read_part(run, entry, 0)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -145,6 +147,41 @@ def test_expanded_and_overlapping_targets() -> None:
     windows = torch.zeros(5).as_strided((4, 2), (1, 1))
     assert raw.write_into(windows, torch.tensor([[1.0, 2], [2, 3], [3, 4], [4, 5]]))
     assert not raw.write_into(windows, torch.arange(8.0).reshape(4, 2))
+
+
+def test_many_pairs_are_written_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw, "_STRETCH_BYTES", 7)
+    copied: list[int] = []
+
+    def copy(to: int, origin: int, nbytes: int) -> None:
+        copied.append(nbytes)
+        ctypes.memmove(to, origin, nbytes)
+
+    sources = [
+        torch.randn(5, 3),
+        torch.randn(3, 5).t(),
+        torch.tensor(float("nan")),
+        torch.arange(4.0),
+        torch.empty(0),
+        torch.randn(5),
+    ]
+    lives = [
+        torch.zeros(5, 3),
+        torch.zeros(5, 3),
+        torch.zeros(()),
+        torch.zeros(1).expand(4),
+        torch.empty(0),
+        torch.zeros(5),
+    ]
+    versions = [live._version for live in lives]
+    assert raw.write_all(list(zip(lives, sources, strict=True)), copy) == [
+        True, True, True, False, True, True,
+    ]  # fmt: skip
+    for live, source in zip(lives, sources, strict=True):
+        if live.stride() != (0,):
+            assert _bytes_of(live) == _bytes_of(source)
+    assert sorted(copied) == sorted([7] * 8 + [4] + [4] + [7] * 2 + [6])
+    assert all(live._version > was for live, was in zip(lives, versions, strict=True))
 
 
 def test_conjugate_targets() -> None:

@@ -60,7 +60,9 @@ def same_as_capture(recapture: Recapture, objects: Objects) -> Captured:
             assert _address(h) == _address(one.held[key]), key
         here, there = {key: h.tensor}, {key: one.held[key].tensor}
         assert raw.bits_of(here, key) == raw.bits_of(there, key), key
-    assert len(captured.writers) == len(captured.fixed)
+    assert len(captured.writers) == len(captured.fixed) == len(captured.versions)
+    for h, version in zip(captured.fixed, captured.versions, strict=True):
+        assert version is None or version == h.tensor._version, h.spec.key
     writers = {h.spec.key: w for h, w in zip(captured.fixed, captured.writers, strict=True)}
     assert writers == _expected_writers(objects, {h.spec.key for h in captured.fixed}, one.tree)
     return captured
@@ -825,3 +827,26 @@ class Mutations(RuleBasedStateMachine):
 
 Mutations.TestCase.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)
 test_any_order_of_changes = Mutations.TestCase
+
+
+def test_writes_to_parameters_and_buffers_are_counted() -> None:
+    model = Plain(norm=True)
+    optimizer = Adam(model.parameters())
+    model(torch.randn(4, 6)).sum().backward()
+    optimizer.step()
+    recapture = Recapture(Objects.of(model, optimizer, {}), 1)
+    first = recapture.now()
+    with torch.no_grad():
+        next(model.buffers()).add_(1)
+    second = recapture.now()
+    for captured in (first, second):
+        read = {
+            h.spec.key
+            for h, version in zip(captured.fixed, captured.versions, strict=True)
+            if version is not None
+        }
+        assert read == {h.spec.key for h in captured.fixed if h.spec.key.startswith("/models/")}
+    assert second.version == first.version
+    more = [after - before for before, after in zip(first.versions, second.versions, strict=True)
+            if before is not None and after is not None]  # fmt: skip
+    assert sorted(more)[-2:] == [0, 1]

@@ -325,7 +325,7 @@ def test_spares_go_when_there_is_no_space_for_a_new_file(
     backend = LocalBackend(tmp_path)
     free = [100]
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(local.shutil, "disk_usage", lambda _: usage._replace(free=free[0]))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free[0]))
     put(backend, "a", bytes(50))
     backend.delete("a", reuse=True)
     put(backend, "b", bytes(100))

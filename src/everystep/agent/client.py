@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -21,8 +21,10 @@ from msgspec import Struct
 from everystep.agent import protocol as p
 from everystep.agent.arena import Arena
 from everystep.agent.channel import Channel
+from everystep.agent.handover import Kept, handed_over
 from everystep.agent.process import START_S, adopted, is_there, started
 from everystep.agent.sink import Place, Room, Sealed
+from everystep.agent.tail import Tail
 from everystep.errors import RunBusy, StoreFailed
 from everystep.store.measured import Measure
 from everystep.store.run import now
@@ -42,13 +44,7 @@ GIVE_UP_S = 60.0
 
 _RETRY_S = 1.0
 
-
-class _Kept(NamedTuple):
-    """A step that is not known to be durable, and what its seal refers to."""
-
-    seal: p.Seal
-    described: p.Describe | None
-    still: p.Still | None
+_TOLD = p.Stored | p.NotStored | p.Logged | p.NotLogged | p.Notice | p.Diverged
 
 
 class Agent:
@@ -67,6 +63,9 @@ class Agent:
         self._whose, self._rank = (path, run, rank), rank
         self._heard: Callable[[Struct], None] = lambda message: None
         self._changed = threading.Condition()
+        self.log = Tail(
+            self._changed, self._send, self._until_sent, lambda: self._is_alone or self._closing
+        )
         self._begin: p.Begin | None = None
         self._still: p.Still | None = None
         self._described: p.Describe | None = None
@@ -75,7 +74,7 @@ class Agent:
         self._inode = 0
         self._granted: int | None = None
         self._taken: int | None = None
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, Kept] = {}
         self._refused: dict[int, str] = {}
         self._settled: list[StepRef] | None = None
         self._settling = self._closing = False
@@ -141,6 +140,8 @@ class Agent:
             if isinstance(message, p.Grant):
                 self._granted = message.slot
                 self._kept.pop(message.slot, None)
+            elif isinstance(message, p.Logged | p.NotLogged):
+                self._refused |= self.log.heard(message)
             elif isinstance(message, p.Settled):
                 self._settled = message.unsaved
             elif isinstance(message, p.Stored):
@@ -150,7 +151,7 @@ class Agent:
             elif isinstance(message, p.NotStored) and message.error is not None:
                 self._refused = {message.step: message.error[1]}
             self._changed.notify_all()
-        if isinstance(message, p.Stored | p.NotStored | p.Notice | p.Diverged):
+        if isinstance(message, _TOLD):
             self._heard(message)
 
     def _map(self, places: p.Places, fd: int | None) -> None:
@@ -214,32 +215,18 @@ class Agent:
         if self._begin is None:
             return
         channel.send(self._begin)
-        arena = self._arena
-        still: p.Still | None = None
-        described: p.Describe | None = None
-        kept = [(k.seal, k.described, k.still) for k in self._kept.values()]
-        for seal, its_described, its_still in [*kept, (None, self._described, self._still)]:
-            if its_still is not None and its_still is not still:
-                still = its_still
-                channel.send(still)
-            if its_described is not None and its_described is not described:
-                if described is None and arena is not None:
-                    # nothing may be granted before all seals are there
-                    taken = [*self._kept, *([] if self._taken is None else [self._taken])]
-                    facts = (arena.slots, arena.slot_bytes)
-                    first = msgspec.structs.replace(its_described, arena=facts, taken=taken)
-                    channel.send(first, arena.fd)
-                else:
-                    channel.send(its_described)
-                described = its_described
-            if seal is not None:
-                channel.send(seal)
+        kept = list(self._kept.values())
+        taken = [*self._kept, *([] if self._taken is None else [self._taken])]
+        for message, fd in handed_over(kept, self._still, self._described, self._arena, taken):
+            channel.send(message, fd)
+        for message, fd in self.log.handed_over():
+            channel.send(message, fd)
         if self._settled is None and self._settling:
             channel.send(p.Settle())
 
-    def _send(self, message: Struct) -> None:
+    def _send(self, message: Struct, fd: int | None = None) -> None:
         with contextlib.suppress(OSError):  # the thread sees it, and hands everything over
-            self._channel.send(message)
+            self._channel.send(message, fd)
 
     def _until_sent(self) -> None:
         """Return when everything has left this process, so that its end takes nothing along."""
@@ -260,8 +247,8 @@ class Agent:
     # ------------------------------------------------------------ for the checkpointer
 
     def listen(self, heard: Callable[[Struct], None]) -> None:
-        """Hand `Stored`, `NotStored`, `Notice` and `Diverged` to this from now on, in a thread of
-        this class."""
+        """Hand what the agent tells of steps, and for the user, to this from now on, in a thread
+        of this class."""
         self._heard = heard
 
     def begin(self, begin: p.Begin) -> None:
@@ -269,6 +256,7 @@ class Agent:
         with self._changed:
             self._begin, self._still, self._described, self._places = begin, None, None, None
             self._kept.clear()
+            self.log.begin(begin.buffer_bytes)
             self._granted = self._taken = None
             self._send(begin)
         self._until_sent()
@@ -295,7 +283,8 @@ class Agent:
                 self._changed.wait(_RETRY_S)
             self._settling = False
             if self._settled is None and self._begin is not None:
-                return [StepRef(self._begin.timeline, k.seal.step) for k in self._kept.values()]
+                steps = {k.seal.step for k in self._kept.values()} | set(self.log.unsaved())
+                return [StepRef(self._begin.timeline, step) for step in sorted(steps)]
             return self._settled or []
 
     def close(self) -> None:
@@ -314,6 +303,7 @@ class Agent:
         self._process.end(START_S)
         self._channel.close()
         self._drop_arena()
+        self.log.close()
 
     # ------------------------------------------------------------ a Sink
 
@@ -387,7 +377,7 @@ class Agent:
                 problem = StoreFailed("its staging memory was lost while it was filled")
             else:
                 self._taken = None
-                self._kept[sealed.slot] = _Kept(message, self._described, self._still)
+                self._kept[sealed.slot] = Kept(message, self._described, self._still)
                 try:
                     self._send(message)
                 except StoreFailed as error:

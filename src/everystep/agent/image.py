@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -52,11 +51,25 @@ class SlotLayout:
         self.offsets = [starts[piece] for piece in pieces]
         self.rest_offset = offset
         self.slot_bytes = offset + whole_pages(rest_bytes)
-        self._numbers = {piece: number for number, piece in enumerate(pieces)}
+        numbers = {piece: number for number, piece in enumerate(pieces)}
+        self.numbers = [
+            [numbers[place.piece] for place in layout.places] for _, layout in self.files
+        ]
+        """For each place of each file, the number of its piece in the description."""
+        self._rest: tuple[list[TensorSpec], FileLayout] | None = None
 
-    def number_of(self, piece: Piece) -> int:
-        """The place of a piece in the description."""
-        return self._numbers[piece]
+    def rest_file(self, specs: Sequence[TensorSpec]) -> FileLayout:
+        """The file of the rest of a step; the same one while the rest has the same form.
+
+        Args:
+            specs: the tensors, each of which is stored whole.
+        """
+        known = self._rest
+        if known is None or known[0] != specs:
+            pieces = [Piece(spec.key, 0, spec.elements) for spec in specs]
+            by_key = {spec.key: spec for spec in specs}
+            self._rest = known = (list(specs), lay_out_file(REST_SECTION, by_key, pieces))
+        return known[1]
 
     def write_headers(self, slot: memoryview) -> None:
         """Put what stands before the first tensor of each file into a slot."""
@@ -106,8 +119,7 @@ class Image:
             self._tree = msgspec.json.decode(seal.tree)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise Damaged(f"the tree of a step is no JSON: {error}") from error
-        self._rest = [Piece(spec.key, 0, spec.elements) for spec in seal.rest]
-        self._hashes: dict[Piece, str] = {}
+        self._hashes: dict[int, str] = dict(seal.hashes)
         self.hashing: tuple[float, float] | None = None
         """From the first to the last hash that was taken here, on the host's monotonic clock."""
 
@@ -145,8 +157,13 @@ class Image:
 
     def contents(self) -> list[Content]:
         """The data files. They may be asked for again when a writing has failed."""
-        found = [self._fixed(offset, layout) for offset, layout in self._layout.files]
-        if self._rest:
+        found = [
+            self._fixed(offset, layout, numbers)
+            for (offset, layout), numbers in zip(
+                self._layout.files, self._layout.numbers, strict=True
+            )
+        ]
+        if self.seal.rest:
             found.append(self._rest_content())
         if self._still is not None:
             layout = _still_layout(self._still)
@@ -156,26 +173,28 @@ class Image:
             found.append(Content(layout, hashes, earlier=earlier))
         return found
 
-    def _fixed(self, offset: int, layout: FileLayout) -> Content:
+    def _fixed(self, offset: int, layout: FileLayout, numbers: Sequence[int]) -> Content:
         content = Content(layout, [], lasting=True)
-        content.parts = self._stretches(offset, content)
+        content.parts = self._stretches(offset, content, numbers)
         return content
 
-    def _stretches(self, offset: int, content: Content) -> Iterator[Buffer]:
+    def _stretches(self, offset: int, content: Content, numbers: Sequence[int]) -> Iterator[Buffer]:
         """The bytes of a file, each stretch hashed before it is given."""
-        layout, done = content.layout, 0
-        for place in layout.places:
-            known = self._known(place.piece)
-            state = None if known else xxhash.xxh3_128()
-            for start in range(place.start, place.stop, _STRETCH_BYTES):
-                stop = min(start + _STRETCH_BYTES, place.stop)
-                if state is not None:
-                    self._hash(state, self._slot[offset + start : offset + stop])
-                if stop - done >= _STRETCH_BYTES:
-                    end = done + (stop - done) // _STRETCH_BYTES * _STRETCH_BYTES
-                    yield self._slot[offset + done : offset + end]
-                    done = end
-            self._note(content, place.piece, known or state)
+        layout, hashes, done = content.layout, self._hashes, 0
+        for (_, _, first, last), number in zip(layout.places, numbers, strict=True):
+            state = None if number in hashes else xxhash.xxh3_128()
+            if state is not None or last - done >= _STRETCH_BYTES:
+                for start in range(first, last, _STRETCH_BYTES):
+                    stop = min(start + _STRETCH_BYTES, last)
+                    if state is not None:
+                        self._hash(state, self._slot[offset + start : offset + stop])
+                    if stop - done >= _STRETCH_BYTES:
+                        end = done + (stop - done) // _STRETCH_BYTES * _STRETCH_BYTES
+                        yield self._slot[offset + done : offset + end]
+                        done = end
+            if state is not None:
+                hashes[number] = state.hexdigest()
+            content.hashes.append(hashes[number])
         yield self._slot[offset + done : offset + layout.nbytes]
 
     def _hash(self, state: xxhash.xxh3_128, data: Buffer) -> None:
@@ -184,25 +203,14 @@ class Image:
         first_s = self.hashing[0] if self.hashing else started_s
         self.hashing = (first_s, time.monotonic())
 
-    def _known(self, piece: Piece) -> str | None:
-        return self._hashes.get(piece) or self.seal.hashes.get(self._layout.number_of(piece))
-
-    def _note(self, content: Content, piece: Piece, found: str | xxhash.xxh3_128 | None) -> None:
-        digest = found.hexdigest() if isinstance(found, xxhash.xxh3_128) else found or ""
-        self._hashes[piece] = digest
-        content.hashes.append(digest)
-
     def _rest_content(self) -> Content:
-        specs = {spec.key: spec for spec in self.seal.rest}
-        layout = lay_out_file(REST_SECTION, specs, self._rest)
-        ends = list(itertools.accumulate(spec.nbytes for spec in self.seal.rest))
-        first = self._layout.rest_offset
-        views = {
-            piece: self._slot[first + end - specs[piece.key].nbytes : first + end]
-            for piece, end in zip(self._rest, ends, strict=True)
-        }
-        hashes = [fmt.digest(views[place.piece]) for place in layout.places]
-        return Content(layout, hashes, [layout.header, *(views[p.piece] for p in layout.places)])
+        layout = self._layout.rest_file(self.seal.rest)
+        views, at = {}, self._layout.rest_offset
+        for spec in self.seal.rest:
+            views[spec.key] = self._slot[at : at + spec.nbytes]
+            at += spec.nbytes
+        parts = [views[place.piece.key] for place in layout.places]
+        return Content(layout, [fmt.digest(part) for part in parts], [layout.header, *parts])
 
     def files(self, slot_offset: int) -> list[InMemory]:
         """All files that the store has, or is to have, of this step.

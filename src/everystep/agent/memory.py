@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -15,6 +17,7 @@ from everystep.agent.arena import Arena
 from everystep.agent.channel import Channel, address, same_user
 from everystep.errors import Damaged, Missing, StoreFailed
 from everystep.store.backend import Abilities, Backend, Entry, NewFile
+from everystep.types import Buffer
 
 _PATIENCE_S = 10.0
 
@@ -29,6 +32,7 @@ class Overlay:
         """Ask the agents of these ranks that live on this host."""
         self._below = below
         self._files: dict[str, memoryview] = {}
+        self._places: dict[str, tuple[int, int]] = {}
         self._arenas: list[Arena] = []
         for rank in ranks:
             self._ask(run, rank)
@@ -75,6 +79,7 @@ class Overlay:
                 self._files[file.name] = memoryview(file.data)
             elif arena is not None and 0 <= file.offset <= file.offset + file.nbytes <= len(arena):
                 self._files[file.name] = arena.view(file.offset, file.nbytes)
+                self._places[file.name] = (arena.fd, file.offset)
 
     @property
     def abilities(self) -> Abilities:
@@ -87,6 +92,11 @@ class Overlay:
             self._files.pop(file.name, None)
         self._below.put(files)
 
+    def append(self, name: str, parts: Sequence[Buffer], at: int) -> None:
+        """See `Backend.append`."""
+        self._files.pop(name, None)
+        self._below.append(name, parts, at)
+
     def read(self, name: str, into: memoryview, offset: int) -> None:
         """See `Backend.read`."""
         held = self._files.get(name)
@@ -98,11 +108,9 @@ class Overlay:
             raise Damaged("the file ends too early", path=name, at=offset + len(source))
         if source.readonly or not into:
             into[:] = source
-            return
-        target = ctypes.addressof(ctypes.c_char.from_buffer(into))
-        origin = ctypes.addressof(ctypes.c_char.from_buffer(source))
-        if target != origin:  # else it has been lent
-            ctypes.memmove(target, origin, len(into))  # releases the interpreter lock
+        elif _address(into) != _address(source):  # else it has been lent
+            fd, start = self._places[name]
+            _read_whole(fd, into, start + offset, name)
 
     def lend(self, name: str, offset: int, nbytes: int) -> memoryview | None:
         """The bytes of a file that is in memory, until `close`; reading to there copies nothing.
@@ -147,8 +155,27 @@ class Overlay:
         return self._below.lock(name, slot)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Let go of the memory. A thread gives it back: for large memory that takes a while."""
         self._files.clear()
-        for arena in self._arenas:
-            arena.close()
-        self._arenas.clear()
+        self._places.clear()
+        arenas, self._arenas = self._arenas, []
+        if arenas:
+            threading.Thread(target=_give_back, args=(arenas,), name="everystep-unmap").start()
+
+
+def _give_back(arenas: Sequence[Arena]) -> None:
+    for arena in arenas:
+        arena.close()
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def _read_whole(fd: int, into: memoryview, start: int, name: str) -> None:
+    """Read by descriptor: pages that are read once are not worth being mapped, and unmapped."""
+    while into:
+        count = os.preadv(fd, [into], start)
+        if count == 0:
+            raise Damaged("the memory ends too early", path=name)
+        into, start = into[count:], start + count

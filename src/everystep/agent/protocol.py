@@ -39,6 +39,8 @@ class Begin(Struct, tag=True, kw_only=True):
     world_size: int
     policy: Literal["block", "skip"]
     staging_bytes: int | None
+    buffer_bytes: int | None = None
+    """The most memory for records of the log that wait."""
     linger_s: float
     retention: Retention
     known: list[StepEntry]
@@ -163,6 +165,62 @@ class Diverged(Struct, tag=True):
     step: StepRef
 
 
+class OpenLog(Struct, tag=True, kw_only=True):
+    """Trainer: the records that follow are of steps after `base`, and of this layout."""
+
+    base: int
+    layout: bytes
+
+
+class OpenRing(Struct, tag=True):
+    """Trainer: shared memory in which records will lie; its descriptor comes along."""
+
+    ring: int
+    arena: tuple[int, int]
+    """Its bytes are the product."""
+
+
+class Record(Struct, tag=True, kw_only=True):
+    """Trainer: a record is there, to be appended to the log."""
+
+    number: int
+    """Counts up by one from record to record of a session."""
+    step: int
+    ring: int
+    offset: Annotated[int, Meta(ge=0)]
+    nbytes: Annotated[int, Meta(ge=0)]
+
+
+class Batch(Struct, tag=True):
+    """Trainer: append so many records at once."""
+
+    records: int
+
+
+class Flush(Struct, tag=True):
+    """Trainer: append what is there now: room is needed."""
+
+
+class Logged(Struct, tag=True, kw_only=True):
+    """Agent: the records up to and with this number are durable."""
+
+    number: int
+    step: int
+    """Of that record."""
+    written_bytes: int
+    took_s: float
+    at_s: float
+    """When, on the host's monotonic clock."""
+
+
+class NotLogged(Struct, tag=True, kw_only=True):
+    """Agent: records from this step on could not be appended; it tries again."""
+
+    step: int
+    error: tuple[str, str, str | None]
+    """Class, headline and hint of an `EverystepError`."""
+
+
 class Settle(Struct, tag=True):
     """Trainer: make everything durable that you hold, then answer."""
 
@@ -211,7 +269,8 @@ class Bye(Struct, tag=True):
 
 Message = (
     Hello | Ready | Begin | Describe | Places | Grant | Release | Still | Seal | Measured | Stored
-    | NotStored | Notice | Diverged | Settle | Settled | ListFiles | Files | Ping | Pong | Bye
+    | NotStored | Notice | Diverged | OpenLog | OpenRing | Record | Batch | Flush | Logged
+    | NotLogged | Settle | Settled | ListFiles | Files | Ping | Pong | Bye
 )  # fmt: skip
 
 decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)

@@ -1,7 +1,7 @@
 """The agent: a process beside the trainer that owns staging memory, writes, and outlives it.
 
 It is started by `client.Agent` as `python -m everystep.agent.server OPTIONS`, in a session of its
-own, and imports no torch. One thread waits for messages, another (`Writer`) writes.
+own, and imports no torch. One thread waits for messages, others (`Writer`, `Logger`) write.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import selectors
 import signal
 import socket
@@ -24,12 +23,15 @@ from msgspec import Struct
 
 from everystep.agent import protocol as p
 from everystep.agent.channel import Channel, address, same_user
+from everystep.agent.logger import MESSAGES, Logger
 from everystep.agent.process import Options
 from everystep.agent.staging import Staging
+from everystep.agent.watched import Watched
 from everystep.agent.writer import Writer
 from everystep.errors import EverystepError, StoreFailed
 from everystep.store import format as fmt
 from everystep.store.local import LocalBackend
+from everystep.types import StepRef
 
 LOCK_SLOT = 1 << 20
 """The agent of rank r holds slot LOCK_SLOT + r of the run's lock file; the trainer holds slot r."""
@@ -51,11 +53,13 @@ class Server:
         self._owner: Channel | None = None
         self._owners = 0
         self._born_s = time.monotonic()
-        self._trainer: int | None = None
+        self._trainer = Watched(self._selector)
         self._linger_s = 0.0
         self._ends_at_s: float | None = None
         self._leaving = self._told_bye = False
         self._writer: Writer | None = None
+        self._begin: p.Begin | None = None
+        self._logger: Logger | None = None
         self._staging = Staging(self._guard)
         self._settling = False
         self._lock = contextlib.ExitStack()
@@ -94,7 +98,7 @@ class Server:
         elif key.fileobj == self._wake:
             os.read(self._wake, 4096)
         elif key.data is None:
-            if self._has_ended():
+            if self._trainer.has_ended:
                 self._lose_owner()
         elif key.data.fileno() >= 0:  # it may have been closed since
             self._read(key.data)
@@ -119,20 +123,31 @@ class Server:
         now_s = time.monotonic()
         if self._ends_at_s is None:
             self._ends_at_s = now_s + self._linger_s
-        if not self._staging.unsaved():  # nothing more will be written: others may
+        if not self._unsaved():  # nothing more will be written: others may
             self._lock.close()
             self._has_lock = False
         return now_s >= self._ends_at_s
 
     def _is_idle(self) -> bool:
         with self._guard:
-            return self._writer is None or self._writer.idle
+            return all(one is None or one.idle for one in (self._writer, self._logger))
+
+    def _unsaved(self) -> list[StepRef]:
+        """The steps of which something is in memory only."""
+        with self._guard:
+            logged = [] if self._logger is None else self._logger.unsaved()
+        return sorted({image.ref for image in self._staging.unsaved()} | set(logged))
+
+    def _end_session(self) -> None:
+        for one in (self._logger, self._writer):
+            if one is not None:
+                one.close()
+        self._logger = self._writer = None
 
     def _shut(self, listener: socket.socket) -> None:
         listener.close()  # whoever comes now starts another, which waits for the lock
-        if self._writer is not None:
-            self._writer.close()
-        self._watch(None)
+        self._end_session()
+        self._trainer.forget()
         for channel in self._channels():
             self._drop(channel)
         self._selector.close()
@@ -170,32 +185,9 @@ class Server:
         self._selector.unregister(channel.fileno())
         channel.close()
 
-    def _watch(self, pid: int | None) -> None:
-        """Notice the end of a process, even while children of it keep its sockets open."""
-        if self._trainer is not None:
-            self._selector.unregister(self._trainer)
-            os.close(self._trainer)
-            self._trainer = None
-        if pid is not None:
-            try:
-                self._trainer = os.pidfd_open(pid)
-                self._selector.register(self._trainer, selectors.EVENT_READ, None)
-            except ProcessLookupError:
-                self._lose_owner()
-            except OSError:  # no descriptor is left: its socket will tell
-                return
-
-    def _has_ended(self) -> bool:
-        """Whether the trainer's process has, now: what was seen before may be of another one."""
-        if self._trainer is None:
-            return False
-        poll = select.poll()
-        poll.register(self._trainer, select.POLLIN)
-        return bool(poll.poll(0))
-
     def _lose_owner(self) -> None:
         """The trainer is gone: make durable what there is, what it has sent last included."""
-        self._watch(None)
+        self._trainer.forget()
         while self._owner is not None and self._owner.wait(0.0, to_send=False):
             self._read(self._owner)
         if self._owner is not None:
@@ -211,12 +203,18 @@ class Server:
 
     def _drain(self, on: bool) -> None:
         self._staging.drain(on=on, is_alone=self._owner is None)
+        with self._guard:
+            if self._logger is not None:
+                self._logger.drain(on=on)
 
     # ------------------------------------------------------------ messages
 
     def _handle(self, channel: Channel, message: Any, fd: int | None) -> None:
         if isinstance(message, p.Describe) and channel is self._owner:
             self._on_describe(message, fd)
+            return
+        if isinstance(message, MESSAGES) and channel is self._owner:
+            self._on_log(message, fd)
             return
         if fd is not None:
             os.close(fd)
@@ -246,7 +244,10 @@ class Server:
             return error.headline()
         self._owner, self._ends_at_s, self._told_bye = channel, None, False
         self._owners += 1
-        self._watch(hello.pid)
+        try:
+            self._trainer.watch(hello.pid)
+        except ProcessLookupError:
+            self._lose_owner()
         return None
 
     def _on_ping(self, message: p.Ping) -> None:
@@ -262,11 +263,19 @@ class Server:
 
     def _on_begin(self, message: p.Begin) -> None:
         """A new session; what an earlier one has left is durable, or given up."""
-        if self._writer is not None:
-            self._writer.close()
+        self._end_session()
         self._staging.begin(message)
-        self._linger_s = message.linger_s
+        self._begin, self._linger_s = message, message.linger_s
         self._writer = Writer(self._backend, message, self._guard, self._tell)
+
+    def _on_log(self, message: Struct, fd: int | None) -> None:
+        with self._guard:
+            if self._logger is None and self._begin is not None:
+                self._logger = Logger(self._backend, self._begin, self._guard, self._tell)
+            if self._logger is not None:
+                self._logger.take(message, fd)
+            elif fd is not None:
+                os.close(fd)
 
     def _on_still(self, message: p.Still) -> None:
         self._staging.still = message
@@ -324,8 +333,8 @@ class Server:
     def _act(self) -> None:
         """Send what the writer has to say, and do what has become possible."""
         self._empty_outbox()
-        if self._writer is not None and not self._writer.alive:
-            raise StoreFailed("the thread that writes has ended")  # and with it this process
+        if any(one is not None and not one.alive for one in (self._writer, self._logger)):
+            raise StoreFailed("a thread that writes has ended")  # and with it this process
         for channel in self._channels():
             with contextlib.suppress(OSError):  # its end will be seen when it is read
                 channel.flush()
@@ -335,7 +344,7 @@ class Server:
         if self._settling and self._is_idle():
             self._settling = False
             self._drain(False)
-            self._send(p.Settled([image.ref for image in self._staging.unsaved()]))
+            self._send(p.Settled(self._unsaved()))
         self._grant()
 
     def _empty_outbox(self) -> None:

@@ -87,3 +87,38 @@ class Sink(Protocol):
     def seal(self, sealed: Sealed) -> None:
         """Say that a slot holds all of a step. It must not be touched from here on."""
         ...
+
+
+class RecordSink(Protocol):
+    """Takes the records of a log, one after another. One thread at a time may call it. After
+    `publish` returns, the record outlives this process."""
+
+    def open_log(self, base: int, layout: bytes) -> None:
+        """Say of what layout the records of the steps after `base` are, until the next call."""
+        ...
+
+    def set_batch(self, records: int) -> None:
+        """Say how many records are to become durable at once; fewer, where training ends or
+        memory is short."""
+        ...
+
+    def reserve(self, nbytes: int, wait_s: float) -> memoryview | None:
+        """Memory for the next record, to be filled; None: there was none in that time.
+
+        Raises:
+            StoreError: there is no such memory.
+        """
+        ...
+
+    def publish(self, step: int) -> None:
+        """Say that the memory reserved last holds the record of a step. It must not be touched
+        from here on.
+
+        Raises:
+            StoreFailed: the memory was lost.
+        """
+        ...
+
+    def withdraw(self) -> None:
+        """Give back memory that is not going to be filled."""
+        ...

@@ -131,12 +131,15 @@ class Staging:
             return [slot.content for slot in unsaved if slot.content is not None]
 
     def files(self) -> tuple[p.Files, int | None]:
-        """The files of all steps in memory, with a descriptor of it."""
+        """The files of the newest step in memory, and of all that are nowhere else, with a
+        descriptor of the memory. Others are on the store, and describing one takes a while."""
         arena = self._arena
         if arena is None:
             return p.Files([]), None
         with self._guard:
-            held = [] if self.slots is None else self.slots.all
+            slots = self.slots
+            newest = None if slots is None else slots.newest()
+            held = [s for s in slots.all if s is newest or not s.saved] if slots else []
             found = [(slot.index, slot.content) for slot in held if slot.content is not None]
         files: list[p.InMemory] = []
         for index, image in found:

@@ -11,9 +11,10 @@ from msgspec import Struct
 
 from everystep.cli.output import Block, Column, Line, Output, Table, counted, plain
 from everystep.cli.output import spoken_value as spoken
-from everystep.cli.target import AsJson, RunPath, complete_step, path_text
+from everystep.cli.target import AsJson, RunPath, chain_bytes, path_text, restorable
 from everystep.errors import UsageError
-from everystep.store.run import Run, StepEntry
+from everystep.store.chains import Chain
+from everystep.store.run import Run
 from everystep.types import Json
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class DiffReport(Struct, frozen=True, kw_only=True):
     a: Side
     b: Side
     tensors: list[TensorDifference]
+    """By key; with --top those of models that moved most, the one that did most first."""
     forms: list[FormDifference]
     """Tensors of another dtype or shape."""
     only_a: list[str]
@@ -67,44 +69,60 @@ def diff(
     other: Annotated[
         Path | None, typer.Option("--with", metavar="RUN", help="The run of B, if not the same.")
     ] = None,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            "--top",
+            metavar="N",
+            help="Show the N tensors of models that moved most, by relative L2 norm.",
+            min=1,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare two steps of a run, or of two runs, bit by bit.
 
-    Exit status: 0 if tensors, hyperparameters, extras and random states are all equal, 1 if not.
+    Any two steps that can be had; those that are stored as deltas are folded in memory. Exit
+    status: 0 if tensors, hyperparameters, extras and random states are all equal, 1 if not.
     """
     if b is None and other is None:
         raise UsageError("there is one step, and nothing to compare it with", hint=_HINT)
     path_b = run if other is None else other
-    entry_a, run_a = _open(run, a)
-    entry_b, run_b = _open(path_b, a if b is None else b)
+    chain_a, run_a = _find(run, a)
+    chain_b, run_b = _find(path_b, a if b is None else b)
     from everystep.recovery.compare import compare
-    from everystep.recovery.stream import StoredStep
+    from everystep.recovery.folded import open_step
+    from everystep.recovery.reach import How
 
     output = Output(as_json)
-    with output.progress("comparing", entry_a.nbytes + entry_b.nbytes) as progress:
-        found = compare(StoredStep(run_a, entry_a, progress), StoredStep(run_b, entry_b, progress))
-    report = record(found, _side(run, entry_a), _side(path_b, entry_b))
-    output.show(report, blocks(report))
+    with output.progress("comparing", chain_bytes(chain_a) + chain_bytes(chain_b)) as progress:
+        how = How(progress=progress)
+        opened_a = open_step(run_a, chain_a, how=how)
+        found = compare(opened_a, open_step(run_b, chain_b, how=how))
+    report = record(found, _side(run, chain_a), _side(path_b, chain_b), top)
+    output.show(report, blocks(report, top))
     raise typer.Exit(0 if report.equal else 1)
 
 
-def _open(path: Path, step: str) -> tuple[StepEntry, Run]:
+def _find(path: Path, step: str) -> tuple[Chain, Run]:
     run = Run.open(path)
-    return complete_step(run.listing(), step), run
+    return restorable(run, step), run
 
 
-def _side(path: Path, entry: StepEntry) -> Side:
-    return Side(path=path_text(path), step=str(entry.ref), world_size=entry.world_size)
+def _side(path: Path, chain: Chain) -> Side:
+    size = chain.links[-1].world_size if chain.links else chain.full.world_size
+    return Side(path=path_text(path), step=str(chain.ref), world_size=size)
 
 
-def record(found: Differences, a: Side, b: Side) -> DiffReport:
-    """What was found as the command prints it."""
+def record(found: Differences, a: Side, b: Side, top: int | None = None) -> DiffReport:
+    """What was found as the command prints it; with `top` only the tensors that moved most."""
+    from everystep.recovery.compare import most_moved
+
     return DiffReport(
         equal=found.none,
         a=a,
         b=b,
-        tensors=found.tensors,
+        tensors=found.tensors if top is None else most_moved(found.tensors)[:top],
         forms=found.forms,
         only_a=found.only_a,
         only_b=found.only_b,
@@ -115,7 +133,7 @@ def record(found: Differences, a: Side, b: Side) -> DiffReport:
     )
 
 
-def blocks(report: DiffReport) -> Iterator[Block]:
+def blocks(report: DiffReport, top: int | None = None) -> Iterator[Block]:
     """The record for people."""
     same_run = report.a.path == report.b.path
     yield Line(f"a: {report.a.step}" + ("" if same_run else f" of {report.a.path}"), "bold")
@@ -124,8 +142,13 @@ def blocks(report: DiffReport) -> Iterator[Block]:
         yield Line("equal, bit for bit", "bold green")
         return
     if report.tensors:
-        yield _tensors(report.tensors[:SHOWN])
-        yield from _more(len(report.tensors))
+        yield _tensors(report.tensors[: top or SHOWN])
+        yield from _more(len(report.tensors) if top is None else 0)
+    if top is not None:
+        yield Line(
+            f"the {counted(len(report.tensors), 'tensor')} of models that moved most", "bold red"
+        )
+        return
     if report.values:
         rows = [
             [v.place, _rank(v.rank), spoken(v.a, 40), spoken(v.b, 40)]
@@ -148,7 +171,8 @@ def blocks(report: DiffReport) -> Iterator[Block]:
 
 def _tensors(tensors: list[TensorDifference]) -> Table:
     columns = [Column("tensor"), Column("rank", True), Column("form"), Column("differing", True)]
-    columns += [Column("max |a-b|", True), Column("NaN", True), Column("first: bits a, bits b")]
+    columns += [Column("max |a-b|", True), Column("|a-b|/|a|", True), Column("NaN", True)]
+    columns += [Column("first: bits a, bits b")]
     rows = [
         [
             t.key,
@@ -156,6 +180,7 @@ def _tensors(tensors: list[TensorDifference]) -> Table:
             f"{t.dtype} {spoken(t.shape)}",
             f"{t.differing:,} of {t.elements:,}",
             "" if t.max_abs is None else spoken(t.max_abs),
+            "" if t.relative_l2 is None else spoken(t.relative_l2),
             f"{t.nan_a:,}, {t.nan_b:,}" if t.nan_a or t.nan_b else "",
             f"{t.first:,}: {t.first_a}, {t.first_b}",
         ]

@@ -15,15 +15,24 @@ import typer
 from msgspec import Struct
 
 from everystep.cli.output import Block, Line, Output, Progress, counted, size
-from everystep.cli.target import AsJson, RunPath, StepText, complete_step, path_text
+from everystep.cli.target import (
+    AsJson,
+    RunPath,
+    StepText,
+    chain_bytes,
+    path_text,
+    restorable,
+)
 from everystep.errors import EverystepError, StoreFull, Unsupported, UsageError
 from everystep.store import durable, tensorfile
+from everystep.store.chains import Chain
 from everystep.store.local import translated
-from everystep.store.run import Run, StepEntry
+from everystep.store.run import Run
 from everystep.types import Buffer, split_key
 
 if TYPE_CHECKING:
-    from everystep.recovery.stream import StoredStep
+    from everystep.recovery.load import LoadedState
+    from everystep.recovery.stream import OpenStep
     from everystep.types import TensorSpec
 
 Format = Literal["safetensors", "pt", "dcp"]
@@ -50,11 +59,11 @@ class Exported(Struct, frozen=True, kw_only=True):
     """Parameters and buffers of models, tied ones once."""
 
 
-class _Order(NamedTuple):
+class Order(NamedTuple):
     """What to write."""
 
     run: Run
-    entry: StepEntry
+    chain: Chain
     rank: int
     progress: Progress
 
@@ -80,8 +89,9 @@ def export(
 ) -> None:
     """Write one step in a form that other programs read.
 
-    Tensors that are sharded over the ranks are written whole. The target appears complete or not
-    at all.
+    Any step that can be had: where it is stored as deltas, they are folded, and every step on the
+    way is proved. Tensors that are sharded over the ranks are written whole. The target appears
+    complete or not at all.
     """
     form = form or _SUFFIXES.get(to.suffix)
     if form is None:
@@ -89,14 +99,13 @@ def export(
         raise UsageError(f"{to.suffix!r} does not say which form to write", hint=hint)
     _refuse_target(to, run, force)
     opened = Run.open(run)
-    entry = complete_step(opened.listing(), step)
+    chain = restorable(opened, step)
     output = Output(as_json)
-    write = {"safetensors": _write_safetensors, "pt": _write_pt, "dcp": _write_dcp}[form]
-    with output.progress("reading", entry.nbytes) as progress:
-        count = write(_Order(opened, entry, rank, progress), to)
+    with output.progress("reading", chain_bytes(chain)) as progress:
+        count = write(Order(opened, chain, rank, progress), form, to)
     report = Exported(
         path=path_text(run),
-        step=str(entry.ref),
+        step=str(chain.ref),
         rank=rank,
         target=path_text(to),
         format=form,
@@ -104,6 +113,18 @@ def export(
         tensors=count,
     )
     output.show(report, blocks(report))
+
+
+def write(order: Order, form: Format, to: Path) -> int:
+    """Write a step to a target, which appears complete or not at all; returns how many tensors of
+    models it holds.
+
+    Raises:
+        Damaged, Missing, ReplicasDiffer: the step is not what was written.
+        StoreFull, StoreFailed: the target's file system refused.
+        Unsupported: the form has no word for what the step holds.
+    """
+    return {"safetensors": _write_safetensors, "pt": _write_pt, "dcp": _write_dcp}[form](order, to)
 
 
 def _refuse_target(to: Path, run: Path, force: bool) -> None:
@@ -139,12 +160,13 @@ def _appearing(to: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def _write_safetensors(order: _Order, to: Path) -> int:
-    """Models by FQN, tied tensors once, as safetensors.torch.save_model does; one tensor in memory
-    at a time."""
-    from everystep.recovery.stream import StoredStep
+def _write_safetensors(order: Order, to: Path) -> int:
+    """Models by FQN, tied tensors once, as safetensors.torch.save_model does; of a full checkpoint
+    one tensor in memory at a time."""
+    from everystep.recovery.folded import open_step
+    from everystep.recovery.reach import How
 
-    stored = StoredStep(order.run, order.entry, order.progress)
+    stored = open_step(order.run, order.chain, order.rank, How(progress=order.progress))
     tree = stored.record(order.rank).tree
     keys = _model_keys(stored, order.rank, alone=len(tree["models"]) == 1)
     metadata = {"format": "pt"}
@@ -170,7 +192,7 @@ def _write_safetensors(order: _Order, to: Path) -> int:
     return len(keys)
 
 
-def _model_keys(stored: StoredStep, rank: int, alone: bool) -> dict[str, TensorSpec]:
+def _model_keys(stored: OpenStep, rank: int, alone: bool) -> dict[str, TensorSpec]:
     """Names in the file with the tensors that they stand for.
 
     Raises:
@@ -197,13 +219,19 @@ def _form(spec: TensorSpec) -> tuple[str, tuple[int, ...]]:
     return spec.dtype, spec.shape if spec.shard is None else tuple(spec.shard.global_shape)
 
 
-def _write_pt(order: _Order, to: Path) -> int:
+def _load(order: Order) -> LoadedState:
+    from everystep.recovery.load import load_chain
+    from everystep.recovery.reach import How
+
+    return load_chain(order.run, order.chain, order.rank, How(progress=order.progress))
+
+
+def _write_pt(order: Order, to: Path) -> int:
     import torch
 
     from everystep.recovery.forms import indexed_form
-    from everystep.recovery.load import load_entry
 
-    state = load_entry(order.run, order.entry, order.rank, order.progress)
+    state = _load(order)
     form = indexed_form(state)
     with _appearing(to) as temporary, open(temporary, "xb") as file:
         watched = _Watched(file.write)
@@ -239,15 +267,14 @@ class _Watched:
             raise self._error
 
 
-def _write_dcp(order: _Order, to: Path) -> int:
+def _write_dcp(order: Order, to: Path) -> int:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     from everystep.recovery.forms import named_form
-    from everystep.recovery.load import load_entry
 
-    state = load_entry(order.run, order.entry, order.rank, order.progress)
+    state = _load(order)
     form = named_form(state)
     with _appearing(to) as temporary:
         writer = FileSystemWriter(temporary, sync_files=False)  # publish() does

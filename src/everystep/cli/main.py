@@ -27,6 +27,7 @@ _EXAMPLES = {
     "show": "everystep show runs/gpt --step 900 --tensors",
     "verify": "everystep verify runs/gpt",
     "diff": "everystep diff runs/gpt 900 901",
+    "bisect": "everystep bisect runs/gpt --good 800 --bad 900 -- python evaluate.py {}",
     "export": "everystep export runs/gpt --step 900 --to model.safetensors",
     "prune": "everystep prune runs/gpt --keep-last 5 --keep-every 1000 --dry-run",
     "plan": "everystep plan full --from-run runs/gpt",

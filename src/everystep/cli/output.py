@@ -7,7 +7,7 @@ import math
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -18,7 +18,9 @@ from everystep.types import Json, StepRef
 _IN_TENSORS = ("$tensor", "$leaf", "$parameter", "$frozen", "$array", "$coo")
 
 Progress = Callable[[int], None]
-"""Called with the number of bytes just read."""
+"""Called with the number of bytes just read, or of steps just done."""
+
+Unit = Literal["bytes", "steps"]
 
 
 class ReaderGone(EverystepError):
@@ -86,25 +88,33 @@ class Output:
                 _write(as_text(block))
 
     @contextlib.contextmanager
-    def progress(self, what: str, total_bytes: int) -> Iterator[Progress]:
+    def progress(self, what: str, total: int, unit: Unit = "bytes") -> Iterator[Progress]:
         """A bar with rate and time left on standard error, where that is a terminal."""
         if not sys.stderr.isatty():
             yield lambda nbytes: None
             return
         from rich import progress as bars
         from rich.console import Console
+        from rich.text import Text
 
+        class StepsPerSecond(bars.ProgressColumn):
+            def render(self, task: bars.Task) -> Text:
+                return Text("" if task.speed is None else f"{task.speed:,.1f} steps/s")
+
+        amounts: dict[Unit, tuple[bars.ProgressColumn, bars.ProgressColumn]] = {
+            "bytes": (bars.DownloadColumn(), bars.TransferSpeedColumn()),
+            "steps": (bars.MofNCompleteColumn(), StepsPerSecond()),
+        }
         columns = (
             bars.TextColumn("{task.description}"),
             bars.BarColumn(),
-            bars.DownloadColumn(),
-            bars.TransferSpeedColumn(),
+            *amounts[unit],
             bars.TimeRemainingColumn(),
         )
         console = Console(stderr=True, highlight=False)
         with bars.Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task(clean(what), total=total_bytes)
-            yield lambda nbytes: bar.advance(task, nbytes)
+            task = bar.add_task(clean(what), total=total)
+            yield lambda number: bar.advance(task, number)
 
 
 def _write(text: str) -> None:

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import math
-import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Literal
 
 import typer
 from msgspec import Struct
 
+from everystep.cli.figures import (
+    medians,
+    newest_measures,
+    quantity,
+    read_rate,
+    read_seconds,
+    read_size,
+    spoken_time,
+)
 from everystep.cli.lanes import WIDTH, draw_lanes
 from everystep.cli.output import Block, Line, Output, counted, size
+from everystep.cli.plan_deltas import EXAMPLE as DELTAS_EXAMPLE
+from everystep.cli.plan_deltas import deltas
 from everystep.cli.target import AsJson, path_text
-from everystep.errors import NothingToRestore, StoreError, UsageError
+from everystep.errors import StoreError, UsageError
 from everystep.planning.hiding import Figures, Verdict, steps_between, verdict
 from everystep.planning.simulate import Simulation, Span, simulate
-from everystep.store.measured import Measure, read_measures
 from everystep.store.run import Run
 
 CHUNKS = 200
@@ -28,12 +36,6 @@ CHUNKS = 200
 
 DRAWN_STEPS = 256
 """Checkpoints that are farther apart are not simulated."""
-
-_UNITS = {
-    "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15,
-    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50,
-}  # fmt: skip
-_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)(/s)?\s*")
 
 
 class Timeline(Struct, frozen=True, kw_only=True):
@@ -61,6 +63,7 @@ class FullPlan(Struct, frozen=True, kw_only=True):
 
 
 plan = typer.Typer()
+plan.command("deltas", epilog=DELTAS_EXAMPLE)(deltas)
 
 
 @plan.callback(invoke_without_command=True)
@@ -71,27 +74,22 @@ def _plan(context: typer.Context) -> None:
         raise typer.Exit(2)
 
 
-def _option(name: str, words: str, metavar: str) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(name, help=words, metavar=metavar)
-    return option
-
-
 @plan.command(
     "full", epilog="Example: everystep plan full --state 26GB --forward 0.4 --backward 0.8 "
     "--update 0.05 --d2h 25GB/s --d2d 1.2TB/s --storage 2GB/s --activations 10GB"
 )  # fmt: skip
 def full(
-    state: Annotated[str | None, _option("--state", "State of one rank.", "SIZE")] = None,
-    forward: Annotated[str | None, _option("--forward", "Forward of a step.", "TIME")] = None,
-    backward: Annotated[str | None, _option("--backward", "Backward of a step.", "TIME")] = None,
-    update: Annotated[str | None, _option("--update", "Optimizer's step.", "TIME")] = None,
-    d2h: Annotated[str | None, _option("--d2h", "Device to host.", "RATE")] = None,
+    state: Annotated[str | None, quantity("--state", "State of one rank.", "SIZE")] = None,
+    forward: Annotated[str | None, quantity("--forward", "Forward of a step.", "TIME")] = None,
+    backward: Annotated[str | None, quantity("--backward", "Backward of a step.", "TIME")] = None,
+    update: Annotated[str | None, quantity("--update", "Optimizer's step.", "TIME")] = None,
+    d2h: Annotated[str | None, quantity("--d2h", "Device to host.", "RATE")] = None,
     d2d: Annotated[
-        str | None, _option("--d2d", "Within the device. Default: as --d2h.", "RATE")
+        str | None, quantity("--d2d", "Within the device. Default: as --d2h.", "RATE")
     ] = None,
-    storage: Annotated[str | None, _option("--storage", "To the store.", "RATE")] = None,
+    storage: Annotated[str | None, quantity("--storage", "To the store.", "RATE")] = None,
     activations: Annotated[
-        str | None, _option("--activations", "Memory that backward frees. Default: 0.", "SIZE")
+        str | None, quantity("--activations", "Memory that backward frees. Default: 0.", "SIZE")
     ] = None,
     cpu: Annotated[
         bool | None, typer.Option("--cpu/--device", help="Train in host memory.")
@@ -114,23 +112,23 @@ def full(
     that are given count more than what a run measured.
     """
     given: dict[str, float | None] = {
-        "state_bytes": _bytes("--state", state),
-        "forward_s": _seconds("--forward", forward),
-        "backward_s": _seconds("--backward", backward),
-        "update_s": _seconds("--update", update),
-        "offload_bytes_per_s": _rate("--d2h", d2h),
-        "snapshot_bytes_per_s": _rate("--d2d", d2d),
-        "write_bytes_per_s": _rate("--storage", storage),
-        "activation_bytes": _bytes("--activations", activations),
+        "state_bytes": read_size("--state", state),
+        "forward_s": read_seconds("--forward", forward),
+        "backward_s": read_seconds("--backward", backward),
+        "update_s": read_seconds("--update", update),
+        "offload_bytes_per_s": read_rate("--d2h", d2h),
+        "snapshot_bytes_per_s": read_rate("--d2d", d2d),
+        "write_bytes_per_s": read_rate("--storage", storage),
+        "activation_bytes": read_size("--activations", activations),
         "on_device": None if cpu is None else not cpu,
     }
     name, steps = None, 0
     if from_run is not None:
         name = path_text(from_run)
         run = Run.open(from_run)
-        measures = _newest_measures(run, rank)
+        measures = newest_measures(run, rank)
         steps = len(measures)
-        known = _medians(measures) | {"on_device": _on_device(run, rank)}
+        known = medians(measures) | {"on_device": _on_device(run, rank)}
         given = {key: known.get(key) if value is None else value for key, value in given.items()}
     figures, assumed = _figures(given)
     found = verdict(figures, policy, every)
@@ -143,33 +141,6 @@ def full(
 
 
 # ---------------------------------------------------------------- figures
-
-
-def _quantity(option: str, text: str, units: Mapping[str, float], per_s: bool) -> float:
-    match = _QUANTITY.fullmatch(text)
-    kind = "rate" if per_s else "time" if "ms" in units else "size"
-    example = {"rate": "25GB/s", "time": "0.4 or 400ms", "size": "26GB or 24GiB"}[kind]
-    if match is None or bool(match[3]) != per_s or match[2] not in units:
-        raise UsageError(f"{option} {text!r} is not a {kind}", hint=f"{option} {example}")
-    value = float(match[1]) * units[match[2]]
-    if not math.isfinite(value) or value > 1e30:
-        raise UsageError(f"{option} {text!r} is too large")
-    return value
-
-
-def _bytes(option: str, text: str | None) -> int | None:
-    units = {"": 1, "kB": 1000, **_UNITS}
-    return None if text is None else round(_quantity(option, text, units, False))
-
-
-def _rate(option: str, text: str | None) -> float | None:
-    units = {"kB": 1000, **_UNITS}
-    return None if text is None else _quantity(option, text, units, True)
-
-
-def _seconds(option: str, text: str | None) -> float | None:
-    units = {"": 1, "s": 1, "ms": 1e-3, "us": 1e-6, "min": 60}
-    return None if text is None else _quantity(option, text, units, False)
 
 
 _NEEDED = {
@@ -193,35 +164,6 @@ def _figures(given: dict[str, float | None]) -> tuple[Figures, list[str]]:
     assumed = [key for key in _ASSUMED if given[key] is None]
     filled = {key: stand_ins[key] if value is None else value for key, value in given.items()}
     return Figures(**filled), assumed  # type: ignore[arg-type]
-
-
-def _newest_measures(run: Run, rank: int) -> list[Measure]:
-    """What the newest session of a rank measured.
-
-    Raises:
-        NothingToRestore: the run has no such measurements.
-    """
-    found = [measures for _, measures in sorted(read_measures(run.backend, rank).items())]
-    kept = next((measures for measures in reversed(found) if measures), None)
-    if kept is None:
-        raise NothingToRestore(
-            "the run has no measurements", rank=rank,
-            hint="they come with strategy=Full(); without, give the figures as options",
-        )  # fmt: skip
-    return kept
-
-
-def _medians(measures: list[Measure]) -> dict[str, float | None]:
-    """The median of each figure over the steps that have it; of the state the newest size."""
-    names = (
-        *("forward_s", "backward_s", "update_s"),
-        *("offload_bytes_per_s", "snapshot_bytes_per_s", "write_bytes_per_s"),
-    )
-    found: dict[str, float | None] = {"state_bytes": measures[-1].state_bytes}
-    for name in names:
-        values = [value for m in measures if (value := getattr(m, name)) is not None]
-        found[name] = median(values) if values else None
-    return found
 
 
 def _on_device(run: Run, rank: int) -> bool | None:
@@ -262,12 +204,6 @@ def _steady(simulation: Simulation, found: Verdict) -> Timeline:
 # ---------------------------------------------------------------- words
 
 
-def _time(seconds: float) -> str:
-    if seconds >= 60:
-        return f"{seconds / 60:.3g} min"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
 def _size(nbytes: float) -> str:
     return size(math.ceil(nbytes))
 
@@ -287,7 +223,7 @@ def blocks(record: FullPlan) -> Iterator[Block]:
         steps = counted(record.measured_steps, "step")
         yield Line(f"from the medians of {steps} that {record.run} measured")
     compute_s = f.forward_s + f.backward_s + f.update_s
-    often = f"{_each(v.every)} of {_time(compute_s)}"
+    often = f"{_each(v.every)} of {spoken_time(compute_s)}"
     yield Line(f"a checkpoint of {_size(f.state_bytes)} {often}", "bold")
     yield from _stall_words(v, f)
     yield from _memory_words(v, f, record.assumed)
@@ -302,7 +238,7 @@ def blocks(record: FullPlan) -> Iterator[Block]:
         width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
     yield Line("two steps in the steady state, each ends at |:")
     yield from draw_lanes(
-        t.spans, t.start_s, t.stop_s, marks_s=t.step_ends_s, width=width, spoken=_time
+        t.spans, t.start_s, t.stop_s, marks_s=t.step_ends_s, width=width, spoken=spoken_time
     )
 
 
@@ -316,24 +252,24 @@ def _stall_words(v: Verdict, f: Figures) -> Iterator[Line]:
     window_s = f.forward_s + f.backward_s
     compute_s = window_s + f.update_s
     needed = steps_between(f.state_bytes, compute_s, f.offload_bytes_per_s)
-    lost = f"each step loses {_time(v.stall_share * v.step_s)} ({v.stall_share:.2%})"
+    lost = f"each step loses {spoken_time(v.stall_share * v.step_s)} ({v.stall_share:.2%})"
     if v.hidden:
         spare = window_s - v.hides_at_window_s
-        used, window = _time(v.hides_at_window_s), _time(window_s)
-        words = f"{used} of the {window} of forward and backward, {_time(spare)} to spare"
+        used, window = spoken_time(v.hides_at_window_s), spoken_time(window_s)
+        words = f"{used} of the {window} of forward and backward, {spoken_time(spare)} to spare"
         yield Line(f"hidden whole: it leaves in {words}", "green")
         yield Line("each step loses nothing")
         return
-    parts = f"{_time(v.snapshot_s)} to snapshot {_size(v.snapshot_bytes)}"
+    parts = f"{spoken_time(v.snapshot_s)} to snapshot {_size(v.snapshot_bytes)}"
     if v.staging_s:
-        parts += f", {_time(v.staging_s)} waiting for storage"
+        parts += f", {spoken_time(v.staging_s)} waiting for storage"
     mean = " on the mean" if v.every > 1 else ""
     yield Line(f"{lost}{mean}: {parts}" + (" per checkpoint" if v.every > 1 else ""), "yellow")
     if v.staging_s == 0 or f.offload_bytes_per_s < v.hides_at_offload_bytes_per_s:
         yield Line(
-            f"to hide whole: {_time(v.hides_at_window_s)} of forward and backward "
-            f"(now {_time(window_s)}), or {_size(v.hides_at_offload_bytes_per_s)}/s to the host "
-            f"(now {_size(f.offload_bytes_per_s)}/s)"
+            f"to hide whole: {spoken_time(v.hides_at_window_s)} of forward and backward "
+            f"(now {spoken_time(window_s)}), or {_size(v.hides_at_offload_bytes_per_s)}/s to the "
+            f"host (now {_size(f.offload_bytes_per_s)}/s)"
         )
     if needed > 1:
         yield Line(
@@ -360,7 +296,7 @@ def _memory_words(v: Verdict, f: Figures, assumed: list[str]) -> Iterator[Line]:
 
 
 def _durable_words(v: Verdict, f: Figures) -> Iterator[Line]:
-    yield Line(f"staged {_time(v.staged_s)} after its step ends")
+    yield Line(f"staged {spoken_time(v.staged_s)} after its step ends")
     steps = math.ceil(v.host_loss_s / v.step_s)
     loss = f"with the host at most {counted(steps, 'step')} are lost"
     if v.durable_every_steps == v.every:

@@ -8,18 +8,21 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Annotated
 
+import msgspec
 import typer
 from msgspec import Struct
 
 from everystep.cli.output import Block, Column, Line, Output, Table, counted, ranges, size
 from everystep.cli.target import AsJson, RunPath, path_text
 from everystep.errors import CannotRestore, NothingToRestore, StoreError, UsageError
+from everystep.recovery.stretches import lines_of
 from everystep.store import format as fmt
 from everystep.store.local import LocalBackend
 from everystep.store.pruning import PrunePlan, carry_out, plan_prune
 from everystep.store.references import References, references_of
 from everystep.store.retention import Retention, metric_of
 from everystep.store.run import Listing, Run, StepEntry
+from everystep.store.segments import Scanned, last_step
 from everystep.store.verify import verify_step
 from everystep.types import StepRef
 
@@ -52,7 +55,7 @@ class Pruned(Struct, frozen=True, kw_only=True):
     """What is, or would be, freed."""
     removed: list[Removed]
     kept: list[str]
-    """Complete steps that stay."""
+    """Steps that can be had, and stay so: by a full checkpoint, or by deltas."""
     spared: list[Spared]
     proved: list[str]
     """Steps that were read whole before anything was removed."""
@@ -105,8 +108,8 @@ def prune(
     opened = Run.open(run)
     output = Output(as_json)
     with contextlib.nullcontext() if dry_run else owning(opened):
-        plan = decide(opened, policy, timeline, damaged)
-        report = record(plan, path_text(run))
+        plan, kept = decide(opened, policy, timeline, damaged)
+        report = record(plan, kept, path_text(run))
         if not dry_run and plan.removals:
             if asks:
                 output.show(report, blocks(report))
@@ -116,7 +119,7 @@ def prune(
             with output.progress("proving what stays", total) as progress:
                 prove(opened, plan, progress)
             carry_out(opened, plan, LocalBackend(run).sweep)
-            report = record(plan, path_text(run), done=True)
+            report = record(plan, kept, path_text(run), done=True)
     output.show(report, blocks(report) if not (asks and report.done) else [_summary(report)])
 
 
@@ -134,8 +137,10 @@ def owning(run: Run) -> Iterator[None]:
         yield
 
 
-def decide(run: Run, policy: Retention, timeline: str | None, damaged: bool) -> PrunePlan:
-    """Scan the run and plan.
+def decide(
+    run: Run, policy: Retention, timeline: str | None, damaged: bool
+) -> tuple[PrunePlan, list[StepRef]]:
+    """Scan the run and plan; returns also the steps that can be had afterwards.
 
     Raises:
         NothingToRestore: there is no such timeline.
@@ -150,15 +155,33 @@ def decide(run: Run, policy: Retention, timeline: str | None, damaged: bool) -> 
         metrics = _metrics(run, listing, policy.keep_best, timeline)
     files = {entry.name: entry.nbytes for entry in run.backend.list("")}
 
+    scans = run.segments(listing)
+    segments = {s.segment: last_step(s) for s in scans}
+
     def plan(references: References) -> PrunePlan:
         return plan_prune(
-            listing, files, policy, metrics, references, timeline=timeline, set_aside=damaged
-        )
+            listing, files, policy, metrics, references,
+            segments=segments, timeline=timeline, set_aside=damaged,
+        )  # fmt: skip
 
     planned = plan({})  # no record need be read if nothing goes to which one could refer
     if any(removal.step is not None for removal in planned.removals):
         planned = plan(references_of(run, listing.steps))
-    return planned
+    return planned, _had_afterwards(listing, scans, planned, timeline)
+
+
+def _had_afterwards(
+    listing: Listing, scans: list[Scanned], plan: PrunePlan, timeline: str | None
+) -> list[StepRef]:
+    """The steps of the chosen timelines that can be had when what goes has gone."""
+    if not scans:
+        return [entry.ref for entry in plan.kept]
+    gone = {(removal.step, removal.session) for removal in plan.removals}
+    names = {name for removal in plan.removals for name in removal.names}
+    steps = tuple(entry for entry in listing.steps if (entry.ref, entry.session) not in gone)
+    left = [scanned for scanned in scans if scanned.segment.name not in names]
+    lines = lines_of(msgspec.structs.replace(listing, steps=steps), left)
+    return [ref for name, line in lines if timeline in (None, name) for ref in line.had]
 
 
 def _metrics(run: Run, listing: Listing, name: str, timeline: str | None) -> dict[StepRef, float]:
@@ -200,7 +223,7 @@ def prove(run: Run, plan: PrunePlan, progress: Callable[[int], None]) -> None:
                 )
 
 
-def record(plan: PrunePlan, path: str, done: bool = False) -> Pruned:
+def record(plan: PrunePlan, kept: list[StepRef], path: str, done: bool = False) -> Pruned:
     """The plan as the command prints it."""
     return Pruned(
         path=path,
@@ -216,7 +239,7 @@ def record(plan: PrunePlan, path: str, done: bool = False) -> Pruned:
             )
             for removal in plan.removals
         ],
-        kept=[str(entry.ref) for entry in plan.kept],
+        kept=[str(ref) for ref in kept],
         spared=[
             Spared(step=str(step.step), referred_by=[str(ref) for ref in step.referred_by])
             for step in plan.spared
@@ -229,6 +252,7 @@ _KINDS = {
     "step": "no rule keeps it",
     "incomplete": "never became complete",
     "unrecorded": "data without a record",
+    "log": "deltas before every checkpoint that a rule keeps",
     "temporary": "temporary file",
     "damaged": "failed its proof, set aside",
 }

@@ -68,7 +68,7 @@ def report(
         raise Missing(
             "nothing was measured in this run",
             path=run,
-            hint="train with strategy=everystep.Full(), whose agent measures every step",
+            hint="train with an agent beside: strategy=everystep.Full() or everystep.Deltas()",
         )
     found = Reported(
         path=path_text(run),

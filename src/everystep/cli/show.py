@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from msgspec import Struct
@@ -18,16 +18,19 @@ from everystep.cli.target import (
     SessionRow,
     State,
     StepText,
+    Stored,
     any_step,
     path_text,
     session_row,
     state_of,
 )
+from everystep.recovery.stretches import line_of
 from everystep.state.form import check_form
 from everystep.store import format as fmt
+from everystep.store.chains import Chain, Link
 from everystep.store.format import RankRecord, StoredTensor
 from everystep.store.run import Listing, Run, StepEntry
-from everystep.types import Json, Shard, join_key
+from everystep.types import Json, Shard, StepRef, join_key
 
 
 class FileRow(Struct, frozen=True, kw_only=True):
@@ -81,13 +84,19 @@ class StepReport(Struct, frozen=True, kw_only=True):
     run: str
     step: str
     state: State
+    stored: Stored
+    folded_from: str | None
+    """The full checkpoint on which the deltas up to this step are folded; null: it has its own."""
+    deltas: int
+    """How many steps are folded."""
     timeline: str
     parent: str | None
     """The step that the timeline was forked from."""
     rank: int
     world_size: int
     missing_ranks: list[int]
-    created: str
+    created: str | None
+    """null: deltas do not say."""
     metrics: dict[str, Json]
     versions: dict[str, str]
     session: int
@@ -111,38 +120,73 @@ def show(
     tensors: Annotated[bool, typer.Option("--tensors", help="Show every tensor too.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show one step: its files, layout, metrics, hyperparameters and origin."""
+    """Show one step: its files, layout, metrics, hyperparameters and origin.
+
+    A step that is stored as deltas is folded to see it.
+    """
     opened = Run.open(run)
     listing = opened.listing()
-    entry = any_step(listing, step)
-    report = describe(opened, listing, entry, rank, run, tensors)
+    found = any_step(opened, listing, step)
+    chain = found if isinstance(found, Chain) else None
+    if chain is None or not chain.links:
+        entry = found if isinstance(found, StepEntry) else found.full
+        record = opened.record(entry, rank)
+        check_form(record.tree, {stored.spec.key for stored in record.tensors})
+    else:
+        entry, record = chain.full, _fold(opened, chain, rank, Output(as_json))
+    origin = _Origin(entry, chain, record)
+    report = describe(opened, listing, origin, rank, run, tensors)
     Output(as_json).show(report, blocks(report))
 
 
+class _Origin(NamedTuple):
+    """Where a step is had from."""
+
+    entry: StepEntry
+    """Its full checkpoint, or the one before it."""
+    chain: Chain | None
+    """None: it cannot be had."""
+    record: RankRecord
+    """Of one rank, as read or folded."""
+
+
+def _fold(run: Run, chain: Chain, rank: int, output: Output) -> RankRecord:
+    from everystep.recovery.folded import FoldedStep
+    from everystep.recovery.reach import How
+
+    with output.progress("folding", len(chain.links), "steps") as progress:
+        return FoldedStep(run, chain, rank, How(folded=progress)).record(rank)
+
+
 def describe(
-    run: Run, listing: Listing, entry: StepEntry, rank: int, path: Path, tensors: bool
+    run: Run, listing: Listing, origin: _Origin, rank: int, path: Path, tensors: bool
 ) -> StepReport:
-    """Collect what is recorded about a step; reads the record of one rank."""
-    record = run.record(entry, rank)
-    check_form(record.tree, {stored.spec.key for stored in record.tensors})
-    timeline = listing.timelines.get(entry.ref.timeline)
+    """Collect what is recorded about a step."""
+    entry, chain, record = origin
+    links = () if chain is None else chain.links
+    ref = entry.ref if chain is None else chain.ref
+    session = links[-1].session if links else entry.session
+    timeline = listing.timelines.get(ref.timeline)
     sessions = {session.session: session_row(session) for session in listing.sessions}
     return StepReport(
         path=path_text(path),
         run=run.id,
-        step=str(entry.ref),
-        state=state_of(entry, listing.complete()),
-        timeline=entry.ref.timeline,
+        step=str(ref),
+        state="complete" if links else state_of(entry, chain is not None),
+        stored=_stored(run, listing, ref, bool(links)),
+        folded_from=str(entry.ref) if links else None,
+        deltas=len(links),
+        timeline=ref.timeline,
         parent=None if timeline is None or timeline.parent is None else str(timeline.parent),
         rank=rank,
         world_size=entry.world_size,
         missing_ranks=entry.missing_ranks,
-        created=record.created,
+        created=None if links else record.created,
         metrics=plain(record.metrics),
         versions=record.versions,
-        session=entry.session,
-        session_facts=sessions.get(entry.session),
-        files=_files(run, entry, path),
+        session=session,
+        session_facts=sessions.get(session),
+        files=[*_files(run, entry, path), *_segments(links, path)],
         models=_models(record),
         groups=_groups(record),
         extras=sorted(record.tree["extras"]),
@@ -151,6 +195,28 @@ def describe(
         tensor_bytes=sum(stored.spec.nbytes for stored in record.tensors),
         tensors=[_tensor(stored) for stored in record.tensors] if tensors else None,
     )
+
+
+def _stored(run: Run, listing: Listing, ref: StepRef, folded: bool) -> Stored:
+    if folded:
+        return "delta"
+    if not any(log.segment.timeline == ref.timeline for log in listing.logs):
+        return "full"
+    had = line_of(listing, run.segments(listing), ref.timeline).had.get(ref)
+    return "full" if had is None or had.link is None else "both"
+
+
+def _segments(links: Sequence[Link], path: Path) -> list[FileRow]:
+    """The segments of the log that hold deltas on the way."""
+    found = {place.name: place for link in links for place in link.places}
+    return [
+        FileRow(
+            path=path_text(path / name),
+            size_bytes=place.scanned.nbytes,
+            rank=place.scanned.segment.rank,
+        )
+        for name, place in sorted(found.items())
+    ]
 
 
 def _files(run: Run, entry: StepEntry, path: Path) -> list[FileRow]:
@@ -216,7 +282,10 @@ def blocks(report: StepReport) -> Iterator[Block]:
     yield Line(f"state      {report.state}, {ranks}{missing}", STYLES[report.state])
     fork = f", forked from {report.parent}" if report.parent else ""
     yield Line(f"timeline   {report.timeline}{fork}")
-    yield Line(f"stored     {report.created} by session {report.session}{_session(report)}")
+    created = f"{report.created} " if report.created else ""
+    yield Line(f"stored     {created}by session {report.session}{_session(report)}")
+    if report.folded_from is not None:
+        yield Line(f"folded     {counted(report.deltas, 'delta')} onto {report.folded_from}")
     yield Line(f"versions   {_pairs(report.versions)}")
     if report.metrics:
         yield Line(f"metrics    {_pairs(report.metrics)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,8 +12,10 @@ from msgspec import Struct
 
 from everystep.errors import NothingToRestore
 from everystep.recovery.plan import plan_restore
+from everystep.store import logformat as lf
+from everystep.store.chains import Chain
 from everystep.store.format import SessionRecord
-from everystep.store.run import Listing, StepEntry
+from everystep.store.run import Listing, Run, StepEntry
 from everystep.types import StepRef
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.")]
@@ -21,12 +24,15 @@ StepText = Annotated[
     typer.Option(
         "--step",
         metavar="STEP",
-        help="900 (on the current timeline) or main:900. Default: the newest complete step.",
+        help="900 (on the current timeline) or main:900. Default: the newest step.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 State = Literal["complete", "incomplete", "diverged", "superseded", "damaged"]
+
+Stored = Literal["full", "delta", "both"]
+"""What there is of a step: a full checkpoint, what changed since the step before, or both."""
 
 STYLES: dict[State, str] = {
     "complete": "green",
@@ -70,17 +76,28 @@ def path_text(path: Path) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def state_of(entry: StepEntry, newest: dict[StepRef, StepEntry]) -> State:
+def state_of(entry: StepEntry, had: bool) -> State:
     """What the names of a step's files say about it.
 
     Args:
-        newest: the newest complete writing of each step.
+        had: whether this writing is the one that a restore of the step would take.
     """
     if entry.diverged:
         return "diverged"
     if not entry.complete:
         return "incomplete"
-    return "complete" if newest[entry.ref] is entry else "superseded"
+    return "complete" if had else "superseded"
+
+
+def chain_bytes(chain: Chain) -> int:
+    """How many bytes there are to read for a step."""
+    deltas = [place.found.nbytes for link in chain.links for place in link.places]
+    return chain.full.nbytes + sum(deltas)
+
+
+def place_bytes(nbytes: int) -> int:
+    """How many bytes of the log a delta of so many bytes takes."""
+    return lf.HEAD_BYTES + lf.padded(nbytes)
 
 
 def parse_step(text: str) -> int | StepRef:
@@ -92,16 +109,22 @@ def parse_step(text: str) -> int | StepRef:
     return int(text) if text.isascii() and text.isdigit() else StepRef.parse(text)
 
 
-def complete_step(listing: Listing, text: str | None) -> StepEntry:
-    """A step that can be restored: the one that `Checkpointer.restore` would take.
+def restorable(run: Run, text: str | None) -> Chain:
+    """How a step can be had: as `Checkpointer.restore` would take it.
+
+    Args:
+        run: the run.
+        text: `900` or `main:900`; None: the newest.
 
     Raises:
         NothingToRestore: it is not there, or not complete; names its neighbours.
     """
-    plan = plan_restore(listing, None if text is None else parse_step(text))
-    if not plan.candidates:
+    listing = run.listing()
+    step = None if text is None else parse_step(text)
+    chain = plan_restore(listing, run.segments(listing), step).chain
+    if chain is None:
         raise NothingToRestore("the run has no complete step yet")
-    return plan.candidates[0]
+    return chain
 
 
 def writings(listing: Listing, text: str) -> list[StepEntry]:
@@ -126,13 +149,17 @@ def writings(listing: Listing, text: str) -> list[StepEntry]:
     return found
 
 
-def any_step(listing: Listing, text: str | None) -> StepEntry:
-    """A step to look at: complete if it can be, else whatever is there of it.
+def any_step(run: Run, listing: Listing, text: str | None) -> Chain | StepEntry:
+    """A step to look at: as it can be had, else whatever full checkpoint is there of it.
 
     Raises:
         NothingToRestore: nothing is.
     """
-    if text is None:
-        return complete_step(listing, None)
-    found = writings(listing, text)
-    return listing.complete().get(found[-1].ref, found[-1])
+    try:
+        return restorable(run, text)
+    except NothingToRestore:
+        if text is None:
+            raise
+        with contextlib.suppress(NothingToRestore):
+            return writings(listing, text)[-1]
+        raise

@@ -15,7 +15,7 @@ import torch
 from everystep.agent.sink import Place, Room, Sealed, Sink
 from everystep.engine.device import Device
 from everystep.engine.meter import Cost, Lane
-from everystep.engine.tasks import Found, Task, of_model
+from everystep.engine.tasks import Found, Task
 from everystep.errors import EverystepError
 from everystep.types import Json, TensorSpec, spoken
 
@@ -35,6 +35,8 @@ class Capture:
 
     Args:
         tasks: in the order in which they are to be done.
+        versions: by the id of a task, those of its tensors; of other tasks they are noted by the
+            thread that looks first.
         checks: called in the thread that finishes, before sealing; returns why the step must not
             be sealed, or None.
     """
@@ -49,6 +51,7 @@ class Capture:
         tasks: Sequence[Task],
         rest: Sequence[TensorSpec],
         still: bool,
+        versions: Mapping[int, list[int]],
         tree: Json,
         metrics: Mapping[str, Json],
         cost: Cost,
@@ -66,11 +69,7 @@ class Capture:
         self._taken = False
         self._urgent: set[int] = set()
         self._lanes: list[Lane] = []
-        # those of slots are noted a moment later, by the thread beside training: hardly anybody
-        # but an optimizer writes them, and to look at many tensors takes time
-        self._versions = {
-            id(task): versions_of(task.live) if of_model(task.keys[0]) else None for task in tasks
-        }
+        self._versions = {id(task): versions.get(id(task)) for task in tasks}
         self._found = Found()
         self._problem: str | None = None
         self._over = False

@@ -28,6 +28,9 @@ except ImportError:  # it was built without a compiler
 else:
     _copy = _stream.copy
 
+copy_memory = _copy
+"""Copies between two addresses; past the cache, where a compiler was at hand."""
+
 Hash = xxhash.xxh3_128
 
 CACHED_BYTES = 256 << 10
@@ -105,11 +108,13 @@ class Device(Staging, Protocol):
         ...
 
 
+_MEMORY = ctypes.c_char * (1 << 46)
+"""All of it: making a view of a part takes a tenth of the time that a NumPy array does."""
+
+
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous one-dimensional host tensor."""
-    # a single element may have any stride, and then torch refuses to see it as bytes
-    array: Any = tensor.as_strided(tensor.shape, (1,)).view(torch.uint8).numpy()
-    return memoryview(array)
+    """The bytes of a contiguous one-dimensional host tensor, for as long as it lives."""
+    return memoryview(_MEMORY.from_address(tensor.data_ptr()))[: tensor.nbytes]
 
 
 class CpuDevice:
@@ -137,8 +142,10 @@ class CpuDevice:
         """See `Device.copy`. Each stretch is hashed, and copied while it is in the cache."""
         view, from_ = bytes_of(source), source.data_ptr()
         to = 0 if target is None else target.data_ptr()
-        for start in range(0, len(view), CACHED_BYTES):
-            stretch = view[start : start + CACHED_BYTES]
+        once = len(hashes) + bool(to) == 1
+        step = max(1, len(view)) if once else CACHED_BYTES
+        for start in range(0, len(view), step):
+            stretch = view[start : start + step]
             for state in hashes:
                 state.update(stretch)
             if to:

@@ -48,6 +48,11 @@ class Cost:
     every: int = 1
     due: bool = True
     """A checkpoint of this step was to be taken."""
+    logged: bool = False
+    """A delta of it was to be handed over."""
+    logged_bytes: int = 0
+    logged_at_s: float | None = None
+    """When it was."""
     error: str | None = None
     deviation: str | None = None
     lanes: list[Lane] = field(default_factory=list)
@@ -60,7 +65,14 @@ class Cost:
     @property
     def over(self) -> bool:
         """Whether nothing more will become known of it."""
-        return not self.due or self.staged_at_s is not None or self.error is not None
+        if not (self.due or self.logged):
+            return True
+        return self.left_at_s is not None or self.error is not None
+
+    @property
+    def left_at_s(self) -> float | None:
+        """When all that a restore needs of it had left this process; None: it has not."""
+        return self.staged_at_s if self.due else self.logged_at_s
 
     @property
     def offload_bytes_per_s(self) -> float | None:

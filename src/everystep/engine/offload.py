@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
-import torch
 
 from everystep.agent.sink import Place, Room, Sink
-from everystep.engine.capture import Capture
+from everystep.engine.capture import Capture, versions_of
 from everystep.engine.device import Device, device_for
 from everystep.engine.meter import Cost, Lane, Plan
 from everystep.engine.still import Still
-from everystep.engine.tasks import Task, tasks_for, written_by_several
+from everystep.engine.tasks import Task, of_model, tasks_for, written_by_several
+from everystep.engine.window import Window
 from everystep.planning.hiding import Interval
 from everystep.planning.partition import pieces_of
 from everystep.state import raw
@@ -43,11 +42,6 @@ _SKIP_WAIT_S = 0.02
 _BLOCK_WAIT_S = 3600.0
 
 _MOST_TORN = 3
-
-_BACKWARD = torch.autograd.backward.__code__
-_DEEPEST = 64
-_LEAST_LOOK_S = 0.005
-_IDLE_S = 1.0
 
 
 class Engine:
@@ -91,6 +85,7 @@ class Engine:
         self._place: Place | None = None
         self._tasks: list[Task] = []
         self._volatile: list[Task] = []
+        self._counted: dict[int, list[int]] = {}  # by the id of a task: where in `fixed` its are
         self._state_bytes = self._rest_room = 0
         self._capture: Capture | None = None
         self._cost = Cost(step=0, begun_s=time.monotonic())
@@ -98,13 +93,9 @@ class Engine:
         self._torn_in_a_row = 0
         self._all_at_once = False
         self._steps_staged = 0
-        self._window_open = False
-        self._forward_until_s: float | None = None
+        self._window = Window()
         self._writer_order: dict[str | None, int] = {}
-        self._changed = threading.Condition()
-        self._stop = False
-        self._window_s = 0.0
-        self._training_thread = threading.get_ident()
+        self._changed, self._stop, self._owed = threading.Condition(), False, False
         self._update_from_s = 0.0
         self._hooks: list[Any] = []
         for name, optimizer in objects.optimizers.items():
@@ -131,13 +122,7 @@ class Engine:
         now_s = time.monotonic()
         cost = self._cost
         self._writer_order.setdefault(writer, len(self._writer_order))
-        if self._window_open:
-            self._window_open = False
-            self._window_s = now_s - cost.begun_s
-            middle_s = self._forward_until_s or cost.begun_s
-            cost.forward_s, cost.backward_s = middle_s - cost.begun_s, now_s - middle_s
-            cost.lanes.append(Lane("forward", cost.begun_s, middle_s))
-            cost.lanes.append(Lane("backward", middle_s, now_s))
+        self._window.close(now_s, cost)
         capture = self._capture
         if capture is not None and not capture.done:
             with cost.stalled("snapshot"):
@@ -156,37 +141,21 @@ class Engine:
         while not self._stop:
             capture = self._capture
             if capture is not None and not capture.done:
-                capture.serve(self._watch)
+                capture.serve(self._window.look)
                 continue
-            pause_s = self._watch()
+            pause_s = self._window.look()
             with self._changed:
                 if not self._stop and self._capture is capture:
                     self._changed.wait(pause_s)
 
-    def _watch(self) -> float:
-        """Look at what the training thread is doing, to tell forward from backward without a hook
-        in either; returns when to look again, in seconds from now."""
-        if not self._window_open or self._forward_until_s is not None:
-            return _IDLE_S
-        frame = sys._current_frames().get(self._training_thread)
-        for _ in range(_DEEPEST):
-            if frame is None:
-                break
-            if frame.f_code is _BACKWARD:
-                self._forward_until_s = time.monotonic()
-                return _IDLE_S
-            frame = frame.f_back
-        return max(_LEAST_LOOK_S, self._window_s / 50)
-
     # ------------------------------------------------------------ steps
 
-    def step(self, step: int, metrics: Mapping[str, Json], *, now: bool = False) -> Cost:
+    def step(self, step: int, metrics: Mapping[str, Json]) -> Cost:
         """End a training step, and begin to copy its state.
 
         Args:
             step: its number.
             metrics: to be recorded with it, as JSON.
-            now: return only when it is staged.
 
         Returns:
             What the step has cost; some of it becomes known later.
@@ -199,16 +168,30 @@ class Engine:
         cost.step = step
         try:
             cost.every = self._interval.steps if self._auto else self._every
-            cost.due = now or self._first or step % cost.every == 0
+            cost.due = self._owed or self._first or step % cost.every == 0
+            self._owed = False
             if cost.due or self._capture is None or self._capture.done:
                 self._end_capture(cost)
             if cost.due:
-                self._take(cost, metrics, now=now or self._first or self._all_at_once)
+                self._take(cost, metrics, now=self._first or self._all_at_once)
         finally:
             cost.ended_s = time.monotonic()
             self._begin_cost(cost.ended_s)
             self._wake()  # last: the two threads share the interpreter
         return cost
+
+    @property
+    def cost(self) -> Cost:
+        """What the step that is going on has cost so far."""
+        return self._cost
+
+    def owe(self) -> None:
+        """Take a checkpoint of the next step, whatever its number."""
+        self._owed = True
+
+    def set_every(self, every: int | Literal["auto"]) -> None:
+        """Take one at every so many steps from now on."""
+        self._auto, self._every = every == "auto", 1 if every == "auto" else int(every)
 
     def _wake(self) -> None:
         with self._changed:
@@ -220,8 +203,7 @@ class Engine:
 
     def _begin_cost(self, at_s: float) -> None:
         self._cost = Cost(step=0, begun_s=at_s)
-        self._training_thread = threading.get_ident()
-        self._window_open, self._forward_until_s = True, None
+        self._window.open()
 
     def _end_capture(self, cost: Cost) -> None:
         """The last step's copy must be over before the next begins."""
@@ -277,7 +259,8 @@ class Engine:
             capture = Capture(
                 sink=self._sink, device=device, place=place, room=room,
                 tasks=[*self._volatile, *self._tasks], rest=rest, still=self._still.known,
-                tree=captured.tree, metrics=metrics, cost=cost, checks=self._proof(captured),
+                versions=self._versions(captured), tree=captured.tree, metrics=metrics, cost=cost,
+                checks=self._proof(captured),
             )  # fmt: skip
         self._capture = capture
         with cost.stalled("snapshot"):
@@ -288,6 +271,19 @@ class Engine:
             elif self._volatile:
                 cost.snapshot_bytes += capture.before_update(_ANYBODY, self._snapshot_bytes)
         self._steps_staged += 1
+
+    def _versions(self, captured: Captured) -> dict[int, list[int]]:
+        """How often the tensors of each task with parameters or buffers have been written. Those of
+        slots are noted a moment later, by the thread beside training: hardly anybody but an
+        optimizer writes them, and to look at many tensors takes time."""
+        known, found = captured.versions, {}
+        for task in (*self._volatile, *self._tasks):
+            if id(task) in self._counted:
+                versions = [known[place] for place in self._counted[id(task)]]
+                counted = [version for version in versions if version is not None]
+                complete = len(counted) == len(versions)
+                found[id(task)] = counted if complete else versions_of(task.live)
+        return found
 
     def _proof(self, captured: Captured) -> Callable[[], str | None]:
         """What must hold before a step is sealed."""
@@ -361,6 +357,10 @@ class Engine:
             task.writer = task.writer or _ANYBODY
         self._tasks = [task for task in tasks if task.writer != _ANYBODY]
         self._volatile = [task for task in tasks if task.writer == _ANYBODY]
+        places = {held.spec.key: place for place, held in enumerate(captured.fixed)}
+        self._counted = {
+            id(task): [places[key] for key in task.keys] for task in tasks if of_model(task.keys[0])
+        }
         self._state_bytes = sum(task.nbytes for task in tasks)
         self._laid_out = facts
 

@@ -6,7 +6,7 @@ import collections
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -23,7 +23,10 @@ SMALL_BYTES = 256 << 10
 """Tensors below this are copied in groups: one call for many."""
 
 _GROUP_BYTES = 8 << 20
-_GROUP_TENSORS = 512
+_LARGE_BYTES = 4 << 20
+"""An optimizer may have to wait for one task; each costs the interpreter some 0.1 ms."""
+
+_MOST_TENSORS = 512
 
 
 @dataclass
@@ -67,59 +70,128 @@ class Task(Protocol):
         ...
 
 
-class Large:
-    """One contiguous tensor: what this rank stores of it, and the hash of all of it if others
-    store the rest."""
+@dataclass(frozen=True)
+class Owned:
+    """A piece that this rank stores, and where it goes."""
 
-    def __init__(self, held: Held, writer: str | None, owned: _Owned | None, whole: bool) -> None:
-        self.writer, self.keys, self.live = writer, [held.spec.key], [held.tensor]
-        self._source = raw.plain_bits(held.tensor).reshape(-1)
-        self._kept: torch.Tensor | None = None
-        self._owned, self._whole = owned, whole
-        length = 0 if owned is None else owned.piece.stop - owned.piece.start
-        self.nbytes = length * self._source.element_size()
-        self.kept_bytes = held.spec.nbytes
+    piece: Piece
+    number: int
+    offset: int
+
+
+class Member(NamedTuple):
+    """One of the tensors of a task."""
+
+    held: Held
+    owned: Owned | None
+    """None: this rank stores nothing of it."""
+    whole: bool
+    """Whether the hash of all of it is wanted: others store a part of it."""
+
+    @property
+    def nbytes(self) -> int:
+        """What this rank stores of it."""
+        if self.owned is None:
+            return 0
+        return (self.owned.piece.stop - self.owned.piece.start) * self.held.tensor.element_size()
+
+
+class Large:
+    """Contiguous tensors: what this rank stores of each, and the hash of all of it if others store
+    the rest."""
+
+    def __init__(self, members: Sequence[Member], writer: str | None) -> None:
+        self.writer = writer
+        self.keys = [member.held.spec.key for member in members]
+        self.live = [member.held.tensor for member in members]
+        self._members = members
+        self._sources = [raw.plain_bits(tensor).reshape(-1) for tensor in self.live]
+        self._addresses = [source.data_ptr() for source in self._sources]
+        self._kept: list[torch.Tensor] | None = None
+        self._targets: dict[int, list[torch.Tensor | None]] = {}
+        self.nbytes = sum(member.nbytes for member in members)
+        self.kept_bytes = sum(member.held.spec.nbytes for member in members)
 
     def run(self, device: Device, slot: torch.Tensor, found: Found) -> None:
         """See `Task.run`."""
-        source = self._source if self._kept is None else self._kept
-        self._kept = None
-        raw.check_storable(source, self.keys[0])  # its memory may have been freed since
-        whole: list[Hash] = [xxhash.xxh3_128()] if self._whole else []
-        start = stop = 0
-        if self._owned is not None:
-            start, stop = self._owned.piece.start, self._owned.piece.stop
-            own: list[Hash] = [xxhash.xxh3_128()] if device.hashes else []
-            target = slot[self._owned.offset : self._owned.offset + self.nbytes]
-            if whole and start:
-                device.copy(source[:start], None, whole)
-            device.copy(source[start:stop], target.view(source.dtype), [*own, *whole])
-            found.pieces.update((self._owned.number, state.hexdigest()) for state in own)
-        if whole and stop < len(source):
-            device.copy(source[stop:], None, whole)
-        found.whole.update((self.keys[0], state.hexdigest()) for state in whole)
+        address = slot.data_ptr()
+        if address not in self._targets:
+            self._targets[address] = [
+                _target(slot, m.owned.offset, source[m.owned.piece.start : m.owned.piece.stop])
+                if m.owned is not None
+                else None
+                for m, source in zip(self._members, self._sources, strict=True)
+            ]
+        sources, self._kept = self._kept or self._alive(), None
+        for member, source, target in zip(
+            self._members, sources, self._targets[address], strict=True
+        ):
+            _run(member, source, target, device, found)
+
+    def _alive(self) -> list[torch.Tensor]:
+        """The sources. Memory that has been freed since is refused; another address is what shows
+        that it may have been."""
+        for index, source in enumerate(self._sources):
+            address = source.data_ptr()
+            if address != self._addresses[index]:
+                raw.check_storable(source, self.keys[index])
+                self._addresses[index] = address
+        return self._sources
 
     def snapshot(self, device: Device) -> None:
         """See `Task.snapshot`."""
-        (self._kept,) = device.snapshot([self._source])
+        self._kept = device.snapshot(self._sources)
 
     def forget(self) -> None:
         """See `Task.forget`."""
         self._kept = None
 
 
+def _run(
+    member: Member,
+    source: torch.Tensor,
+    target: torch.Tensor | None,
+    device: Device,
+    found: Found,
+) -> None:
+    """Copy and hash one contiguous tensor.
+
+    Args:
+        source: all of it.
+        target: where its piece goes; None: this rank stores nothing of it.
+    """
+    owned = member.owned
+    whole: list[Hash] = [xxhash.xxh3_128()] if member.whole else []
+    if owned is None or target is None:
+        device.copy(source, None, whole)
+    elif not whole:
+        own: list[Hash] = [xxhash.xxh3_128()] if device.hashes else []
+        device.copy(source, target, own)
+        found.pieces.update((owned.number, state.hexdigest()) for state in own)
+    else:
+        start, stop = owned.piece.start, owned.piece.stop
+        own = [xxhash.xxh3_128()] if device.hashes else []
+        if start:
+            device.copy(source[:start], None, whole)
+        device.copy(source[start:stop], target, [*own, *whole])
+        if stop < len(source):
+            device.copy(source[stop:], None, whole)
+        found.pieces.update((owned.number, state.hexdigest()) for state in own)
+    found.whole.update((member.held.spec.key, state.hexdigest()) for state in whole)
+
+
 class Group:
     """Small tensors, all of each of them stored by this rank."""
 
-    def __init__(self, members: Sequence[tuple[Held, _Owned]], writer: str | None) -> None:
+    def __init__(self, members: Sequence[Member], writer: str | None) -> None:
         self.writer = writer
-        self.keys = [held.spec.key for held, _ in members]
-        self.live = [held.tensor for held, _ in members]
-        self._sources = [raw.plain_bits(held.tensor) for held, _ in members]
+        self.keys = [member.held.spec.key for member in members]
+        self.live = [member.held.tensor for member in members]
+        self._sources = [raw.plain_bits(tensor) for tensor in self.live]
         self._kept: list[torch.Tensor] | None = None
-        self._offsets = [owned.offset for _, owned in members]
+        self._offsets = [member.owned.offset for member in members if member.owned is not None]
         self._targets: dict[int, list[torch.Tensor]] = {}
-        self.nbytes = self.kept_bytes = sum(held.spec.nbytes for held, _ in members)
+        self.nbytes = self.kept_bytes = sum(member.nbytes for member in members)
 
     def run(self, device: Device, slot: torch.Tensor, found: Found) -> None:
         """See `Task.run`."""
@@ -150,14 +222,13 @@ class Awkward:
     """A tensor whose bytes do not lie in order, or that is conjugated or negated lazily: brought
     to the host in chunks."""
 
-    def __init__(self, held: Held, writer: str | None, owned: _Owned | None, whole: bool) -> None:
+    def __init__(self, member: Member, writer: str | None) -> None:
+        held = member.held
         self.writer, self.keys, self.live = writer, [held.spec.key], [held.tensor]
         self._source = held.tensor
         self._kept: torch.Tensor | None = None
-        self._owned, self._whole = owned, whole
-        length = 0 if owned is None else owned.piece.stop - owned.piece.start
-        self.nbytes = length * held.tensor.element_size()
-        self.kept_bytes = held.spec.nbytes
+        self._owned, self._whole = member.owned, member.whole
+        self.nbytes, self.kept_bytes = member.nbytes, held.spec.nbytes
 
     def run(self, device: Device, slot: torch.Tensor, found: Found) -> None:
         """See `Task.run`."""
@@ -192,15 +263,6 @@ def _bytes(slot: torch.Tensor) -> memoryview:
     return view
 
 
-@dataclass(frozen=True)
-class _Owned:
-    """A piece that this rank stores, and where it goes."""
-
-    piece: Piece
-    number: int
-    offset: int
-
-
 def tasks_for(
     fixed: Sequence[Held],
     writers: Sequence[str | None],
@@ -219,37 +281,43 @@ def tasks_for(
         order: ranks writers by when they write.
     """
     owned = {
-        piece.key: _Owned(piece, number, offset)
+        piece.key: Owned(piece, number, offset)
         for number, (piece, offset) in enumerate(zip(pieces, place.offsets, strict=True))
     }
-    small: dict[tuple[str | None, bool], list[tuple[Held, _Owned]]] = {}
+    small: dict[tuple[str | None, bool], list[Member]] = {}
+    large: dict[tuple[str | None, bool, bool], list[Member]] = {}
     tasks: list[Task] = []
     for held, writer in zip(fixed, writers, strict=True):
         mine = owned.get(held.spec.key)
         if held.spec.elements == 0:
             continue
         whole = mine is None or mine.piece.stop - mine.piece.start < held.spec.elements
+        member = Member(held, mine, whole)
         awkward = held.tensor.is_conj() or held.tensor.is_neg()
-        if mine is not None and not whole and not awkward and held.spec.nbytes < SMALL_BYTES:
-            small.setdefault((writer, of_model(held.spec.key)), []).append((held, mine))
+        if not whole and not awkward and held.spec.nbytes < SMALL_BYTES:
+            small.setdefault((writer, of_model(held.spec.key)), []).append(member)
         elif awkward or not held.tensor.is_contiguous():
-            tasks.append(Awkward(held, writer, mine, whole))
+            tasks.append(Awkward(member, writer))
         else:
-            tasks.append(Large(held, writer, mine, whole))
+            kind = (writer, of_model(held.spec.key), mine is None)
+            large.setdefault(kind, []).append(member)
     for (writer, _), members in small.items():
-        tasks += [Group(group, writer) for group in _groups(members)]
+        tasks += [Group(some, writer) for some in _divided(members, _GROUP_BYTES)]
+    for (writer, _, _), members in large.items():
+        tasks += [Large(some, writer) for some in _divided(members, _LARGE_BYTES)]
     return sorted(tasks, key=lambda task: (order(task.writer), -task.nbytes))
 
 
-def _groups(members: Sequence[tuple[Held, _Owned]]) -> Iterator[list[tuple[Held, _Owned]]]:
-    group: list[tuple[Held, _Owned]] = []
+def _divided(members: Sequence[Member], most_bytes: int) -> Iterator[list[Member]]:
+    """Stretches of so many bytes; only what is larger by itself is more."""
+    group: list[Member] = []
     nbytes = 0
-    for held, owned in members:
-        group.append((held, owned))
-        nbytes += held.spec.nbytes
-        if nbytes >= _GROUP_BYTES or len(group) >= _GROUP_TENSORS:
+    for member in members:
+        if group and (nbytes + member.held.spec.nbytes > most_bytes or len(group) == _MOST_TENSORS):
             yield group
             group, nbytes = [], 0
+        group.append(member)
+        nbytes += member.held.spec.nbytes
     if group:
         yield group
 

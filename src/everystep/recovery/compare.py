@@ -1,10 +1,11 @@
-"""How two stored steps differ: tensors by their recorded hashes first, then bit by bit.
+"""How two steps differ: tensors by their hashes first, then bit by bit.
 
-Only tensors whose hashes differ are read, one at a time from each side.
+Of full checkpoints only tensors whose hashes differ are read, one at a time from each side.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from msgspec import Struct
 
-from everystep.recovery.stream import StoredStep
+from everystep.recovery.stream import OpenStep
 from everystep.state import raw
 from everystep.store.format import StoredTensor
 from everystep.types import Json, item_bytes
@@ -32,6 +33,10 @@ class TensorDifference(Struct, frozen=True, kw_only=True):
     max_abs: float | str | None
     """The largest difference in value of floats that are numbers on both sides; `inf` as a string;
     None: there is none, or the dtype has no arithmetic."""
+    l2: float | str | None
+    """The Euclidean norm of the difference of floats that are numbers on both sides; as above."""
+    relative_l2: float | str | None
+    """The same as a multiple of the norm of a; as above."""
     nan_a: int
     nan_b: int
     """How many elements are not a number."""
@@ -77,10 +82,10 @@ class Differences(NamedTuple):
         return not any(self)
 
 
-def compare(a: StoredStep, b: StoredStep) -> Differences:
+def compare(a: OpenStep, b: OpenStep) -> Differences:
     """Compare two states, every rank with the same rank of the other side.
 
-    Memory: one tensor of each side at a time.
+    Memory: one tensor of each side at a time, besides what the steps hold themselves.
 
     Raises:
         Damaged, Missing: what had to be read is not what was written.
@@ -99,8 +104,8 @@ def compare(a: StoredStep, b: StoredStep) -> Differences:
     return found
 
 
-def _compare_values(a: StoredStep, b: StoredStep, ranks: list[int], found: Differences) -> None:
-    sizes = a.entry.world_size, b.entry.world_size
+def _compare_values(a: OpenStep, b: OpenStep, ranks: list[int], found: Differences) -> None:
+    sizes = a.world_size, b.world_size
     if sizes[0] != sizes[1]:
         found.values.append(ValueDifference(place="world_size", rank=None, a=sizes[0], b=sizes[1]))
     seen: set[str] = set()
@@ -114,7 +119,7 @@ def _compare_values(a: StoredStep, b: StoredStep, ranks: list[int], found: Diffe
 
 
 def _compare_tensor(
-    a: StoredStep, b: StoredStep, key: str, rank: int, done: set[str], found: Differences
+    a: OpenStep, b: OpenStep, key: str, rank: int, done: set[str], found: Differences
 ) -> None:
     mine, theirs = a.tensors[rank][key], b.tensors[rank][key]
     sharded = mine.spec.shard is not None or theirs.spec.shard is not None
@@ -137,10 +142,10 @@ def _form(stored: StoredTensor) -> str:
     return f"{spec.dtype} {list(shape)}"
 
 
-def _same_shards(a: StoredStep, b: StoredStep, key: str) -> bool:
+def _same_shards(a: OpenStep, b: OpenStep, key: str) -> bool:
     """Whether a sharded tensor is divided alike on both sides, and every part has one hash."""
 
-    def parts(step: StoredStep) -> dict[int, tuple[object, ...]]:
+    def parts(step: OpenStep) -> dict[int, tuple[object, ...]]:
         return {
             rank: (tensors[key].spec.shard, tensors[key].spec.shape, tensors[key].xxh3_128)
             for rank, tensors in step.tensors.items()
@@ -156,8 +161,8 @@ def difference_of(
     """Compare two host tensors of one dtype and shape; None if they are equal bit for bit."""
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     item = item_bytes(raw.dtype_name(a.dtype)) or 1
-    differing, first, nan_a, nan_b = 0, -1, 0, 0
-    largest: float | None = None
+    differing, first = 0, -1
+    sums = _Sums()
     for start, stop in _ranges(a.numel(), raw.CHUNK_BYTES // item):
         part_a, part_b = flat_a[start:stop], flat_b[start:stop]
         other = (_bits(part_a, item) != _bits(part_b, item)).any(axis=1)
@@ -165,15 +170,7 @@ def difference_of(
         if count and first < 0:
             first = start + int(other.argmax())
         differing += count
-        values_a, values_b = _values_of(part_a), _values_of(part_b)
-        if values_a is None or values_b is None:
-            continue
-        nan_a, nan_b = nan_a + int(values_a.isnan().sum()), nan_b + int(values_b.isnan().sum())
-        mask = torch.from_numpy(other)
-        gaps = (values_a[mask] - values_b[mask]).abs()
-        gaps = gaps[~gaps.isnan()]
-        if gaps.numel():
-            largest = max(largest or 0.0, float(gaps.max()))
+        sums.add(_values_of(part_a), _values_of(part_b), torch.from_numpy(other))
     if not differing:
         return None
     return TensorDifference(
@@ -183,13 +180,66 @@ def difference_of(
         shape=list(a.shape),
         elements=a.numel(),
         differing=differing,
-        max_abs="inf" if largest == float("inf") else largest,
-        nan_a=nan_a,
-        nan_b=nan_b,
+        max_abs=_finite(sums.largest),
+        l2=_finite(sums.l2),
+        relative_l2=_finite(sums.relative_l2),
+        nan_a=sums.nan_a,
+        nan_b=sums.nan_b,
         first=first,
         first_a=_hex(flat_a[first : first + 1], item),
         first_b=_hex(flat_b[first : first + 1], item),
     )
+
+
+class _Sums:
+    """What is summed up over the parts of two tensors of floats."""
+
+    def __init__(self) -> None:
+        self.nan_a = self.nan_b = 0
+        self.largest: float | None = None
+        self._change = self._norm = 0.0  # squared
+
+    def add(self, a: torch.Tensor | None, b: torch.Tensor | None, other: torch.Tensor) -> None:
+        """Take one part: both sides, and which elements have other bits."""
+        if a is None or b is None:
+            return
+        self.nan_a, self.nan_b = (
+            self.nan_a + int(a.isnan().sum()),
+            self.nan_b + int(b.isnan().sum()),
+        )
+        gaps = (a[other] - b[other]).abs()
+        gaps = gaps[~gaps.isnan()]
+        if gaps.numel():
+            self.largest = max(self.largest or 0.0, float(gaps.max()))
+            self._change += float(gaps.square().sum())
+        self._norm += float(a.abs().square().nansum())
+
+    @property
+    def l2(self) -> float | None:
+        """The norm of the difference; None: there is none."""
+        return None if self.largest is None else math.sqrt(self._change)
+
+    @property
+    def relative_l2(self) -> float | None:
+        """The norm of the difference as a multiple of that of a; None: there is none."""
+        if self.l2 is None or not self._norm:
+            return self.l2 and math.inf  # 0 and None stay what they are
+        return self.l2 / math.sqrt(self._norm) if math.isfinite(self.l2) else math.inf
+
+
+def _finite(value: float | None) -> float | str | None:
+    return "inf" if value == math.inf else value
+
+
+def most_moved(tensors: list[TensorDifference]) -> list[TensorDifference]:
+    """Parameters and buffers of models, by the relative norm of the change, then by the largest
+    difference, greatest first; those without arithmetic are left out."""
+    ranked = [t for t in tensors if t.key.startswith("/models/") and t.relative_l2 is not None]
+    return sorted(ranked, key=lambda t: (-_as_float(t.relative_l2), -_as_float(t.max_abs), t.key))
+
+
+def _as_float(value: float | str | None) -> float:
+    return 0.0 if value is None else float(value)
 
 
 def _ranges(stop: int, length: int) -> Iterator[tuple[int, int]]:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from everystep.errors import CannotRestore, Damaged, Missing, NothingToRestore, ReplicasDiffer
+from everystep.recovery.part import Proved
 from everystep.recovery.plan import plan_restore
-from everystep.recovery.restore import Proved, read_part
+from everystep.recovery.reach import How, blamed, by_name, read_chain
 from everystep.recovery.stream import Whole
 from everystep.state import raw
 from everystep.state.tree import Decoder
-from everystep.store.run import Run, StepEntry
+from everystep.store.chains import Chain, Excluded
+from everystep.store.run import Run
 from everystep.types import Json, StepRef, split_key
 
 _log = logging.getLogger("everystep")
@@ -88,6 +91,7 @@ def load(
     *,
     rank: int = 0,
     progress: Callable[[int], None] | None = None,
+    optimizers: Iterable[type[Optimizer]] = (),
 ) -> LoadedState:
     """Read a step of a run without any model.
 
@@ -98,9 +102,11 @@ def load(
         rank: whose own parts (buffers, RNG, extras) to give; tensors that are sharded over the
             ranks are put together.
         progress: called with the number of bytes just read, from any thread.
+        optimizers: classes that are not torch's, where steps were stored as deltas.
 
     Returns:
-        The state; every byte has been compared with the hash taken when it was written.
+        The state; every byte has been compared with the hash taken when it was written, and every
+        step that was folded with its fingerprint.
 
     Raises:
         NotARun: there is no run in this directory.
@@ -112,40 +118,37 @@ def load(
     if isinstance(step, str):
         timeline = "" if ":" in step else listing.current_timeline() + ":"
         step = StepRef.parse(timeline + step)
-    plan = plan_restore(listing, step)
-    if not plan.candidates:
-        raise NothingToRestore("the run has no complete step yet", path=run)
-    reasons = []
-    for entry in plan.candidates:
+    segments = opened.segments(listing)
+    excluded, reasons = Excluded(), []
+    how = How(progress=progress, classes=by_name(optimizers))
+    while (chain := plan_restore(listing, segments, step, excluded).chain) is not None:
         try:
-            return load_entry(opened, entry, rank, progress)
+            return load_chain(opened, chain, rank, how)
         except (Damaged, Missing, ReplicasDiffer) as error:
-            _log.warning("step %s cannot be used: %s", entry.ref, error.headline())
-            reasons.append(f"\n  {entry.ref}: {error.headline()}")
+            _log.warning("step %s cannot be used: %s", chain.ref, error.headline())
+            reasons.append(f"\n  {chain.ref}: {error.headline()}")
+            excluded = blamed(chain, error, excluded)
+    if not reasons:
+        raise NothingToRestore("the run has no complete step yet", path=run)
     raise CannotRestore(
         f"no step can be proved:{''.join(reasons)}", hint="everystep verify RUN shows the damage"
     )
 
 
-def load_entry(
-    run: Run,
-    entry: StepEntry,
-    rank: int = 0,
-    progress: Callable[[int], None] | None = None,
-) -> LoadedState:
+def load_chain(run: Run, chain: Chain, rank: int = 0, how: How = How()) -> LoadedState:  # noqa: B008
     """Read one given step; see `load`.
 
     Raises:
         Damaged, Missing, ReplicasDiffer: it is not what was written.
     """
-    proved = read_part(run, entry, rank, progress=progress)
+    proved = read_chain(run, chain, rank, how)
     tensors = {
         key: raw.restrided(tensor, proved.specs[key]) for key, tensor in proved.tensors.items()
     }
     if any(spec.shard is not None for spec in proved.specs.values()):
-        tensors |= _whole_tensors(run, entry, rank, proved, progress)
+        tensors |= _whole_tensors(run, chain, rank, proved, how)
     record = proved.record
-    return LoadedState(run.id, entry.ref, rank, tensors, record.tree, _metrics(record.metrics))
+    return LoadedState(run.id, chain.ref, rank, tensors, record.tree, _metrics(record.metrics))
 
 
 def _metrics(stored: Mapping[str, Json]) -> dict[str, Any]:
@@ -154,31 +157,20 @@ def _metrics(stored: Mapping[str, Json]) -> dict[str, Any]:
 
 
 def _whole_tensors(
-    run: Run,
-    entry: StepEntry,
-    rank: int,
-    own: Proved,
-    progress: Callable[[int], None] | None,
+    run: Run, chain: Chain, rank: int, own: Proved, how: How
 ) -> dict[str, torch.Tensor]:
     """Put tensors that are sharded over the ranks together from all their parts."""
     whole: dict[str, Whole] = {}
-    for part in _parts(run, entry, rank, own, progress):
+    for part in _parts(run, chain, rank, own, how):
         for key, spec in part.specs.items():
             if spec.shard is not None and key in part.tensors:
                 whole.setdefault(key, Whole(spec)).add(spec, part.tensors[key])
     return {key: joined.tensor() for key, joined in whole.items()}
 
 
-def _parts(
-    run: Run,
-    entry: StepEntry,
-    rank: int,
-    own: Proved,
-    progress: Callable[[int], None] | None,
-) -> Iterator[Proved]:
+def _parts(run: Run, chain: Chain, rank: int, own: Proved, how: How) -> Iterator[Proved]:
     yield own
-    for other in range(entry.world_size):
+    how = how._replace(wanted=lambda spec: spec.shard is not None)
+    for other in range(chain.full.world_size):
         if other != rank:
-            yield read_part(
-                run, entry, other, progress=progress, wanted=lambda spec: spec.shard is not None
-            )
+            yield read_chain(run, chain, other, how)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from everystep.errors import (
@@ -14,20 +17,24 @@ from everystep.errors import (
     EverystepError,
     LayoutMismatch,
     Missing,
+    NothingToRestore,
+    RanksDisagree,
     ReplicasDiffer,
 )
-from everystep.recovery.agree import as_json, from_json, on_first_rank
-from everystep.recovery.plan import Plan
+from everystep.recovery.agree import as_json, from_json, on_first_rank, raise_together
+from everystep.recovery.part import Lend, Proved
+from everystep.recovery.plan import Plan, plan_restore
+from everystep.recovery.reach import How, blamed, by_name, read_chain
 from everystep.state import capture, raw
 from everystep.state.buckets import cold_wrappers
 from everystep.state.capture import Objects
-from everystep.state.form import check_form
+from everystep.state.inplace import standing_slots
 from everystep.state.ranks import Ranks
 from everystep.state.tree import Decoder
-from everystep.store.format import RankRecord
-from everystep.store.reading import Located, StepReader, locate
-from everystep.store.run import Listing, Run, StepEntry
-from everystep.types import Json, TensorSpec
+from everystep.store.chains import Chain, Excluded
+from everystep.store.format import RankRecord, TimelineRecord
+from everystep.store.run import Listing, Run
+from everystep.types import Json, StepRef
 
 _log = logging.getLogger("everystep")
 
@@ -35,115 +42,69 @@ _DAMAGE = (Damaged, Missing, ReplicasDiffer)
 """What makes an older step the better one; anything else (no permission, a layout that does not
 fit) would be the same for every step, and is raised."""
 
-
-Lend = Callable[[str, int, int], memoryview | None]
-"""Gives the bytes of a file (name, offset, length) where they are in memory anyway."""
-
-
-class Proved(NamedTuple):
-    """A rank's part of a step, read and equal to what was written."""
-
-    record: RankRecord
-    tensors: dict[str, torch.Tensor]
-    """By key, in host memory, local parts where sharded."""
-
-    @property
-    def specs(self) -> dict[str, TensorSpec]:
-        """Descriptions of the tensors by key."""
-        return {tensor.spec.key: tensor.spec for tensor in self.record.tensors}
+_LOOKS = 20
+_LOOK_AGAIN_S = 0.1
+"""How often, and how far apart, a rank looks for the files that rank 0 sees."""
 
 
-def read_part(
-    run: Run,
-    entry: StepEntry,
-    rank: int,
-    fits: Callable[[RankRecord], None] | None = None,
-    progress: Callable[[int], None] | None = None,
-    wanted: Callable[[TensorSpec], bool] = lambda spec: True,
-    lend: Lend | None = None,
-) -> Proved:
-    """Read one rank's state of a step and prove every byte of it.
+class Restored(NamedTuple):
+    """What `restore` has done."""
 
-    Args:
-        fits: called with the record before any tensor is read; raises if it is of no use.
-        progress: called with the number of bytes just read, from any thread.
-        wanted: which tensors to read.
-        lend: may give bytes of parameters and buffers, which are only copied from here; the
-            backend must not copy what it reads to where it has lent it.
-
-    Raises:
-        Damaged, Missing, ReplicasDiffer: it is not what was written.
-        StoreFailed: it cannot be read.
-    """
-    records = run.records(entry)
-    if rank not in records:
-        raise LayoutMismatch(f"step {entry.ref} has no rank {rank}", found=sorted(records))
-    record = records[rank]
-    check_form(record.tree, {tensor.spec.key for tensor in record.tensors})
-    if fits is not None:
-        fits(record)
-    tensors: dict[str, torch.Tensor] = {}
-    located = [place for place in locate(records, rank) if wanted(place.tensor.spec)]
-    reader = StepReader(run.backend, entry, records)
-    lent = {} if lend is None else _lent(reader, located, lend)
-
-    def buffer_for(spec: TensorSpec) -> memoryview:
-        if spec.key in lent:
-            view = lent[spec.key]
-            tensors[spec.key] = raw.over(view, spec)
-        else:
-            tensors[spec.key], view = raw.empty_for(spec)
-        return view
-
-    reader.read(located, buffer_for, progress)
-    return Proved(record, tensors)
-
-
-def _lent(reader: StepReader, located: Sequence[Located], lend: Lend) -> dict[str, memoryview]:
-    """Bytes of parameters and buffers that are in memory already, by key."""
-    lent = {}
-    for one in located:
-        spec = one.tensor.spec
-        place = reader.place_of(one) if spec.key.startswith("/models/") and spec.nbytes else None
-        view = None if place is None else lend(*place, spec.nbytes)
-        if view is not None:
-            lent[spec.key] = view
-    return lent
+    chain: Chain | None
+    """What the state was made of; None: the run is fresh, and nothing was changed."""
+    timeline: TimelineRecord
+    """Where training goes on."""
 
 
 def restore(
     run: Run,
-    plan: Plan,
+    step: int | StepRef | None,
     objects: Objects,
     ranks: Ranks,
     *,
     strict: bool = True,
     lend: Lend | None = None,
-) -> StepEntry:
-    """Bring the objects to the first step of the plan that every rank can prove. Collective.
+    copy: raw.Copy = ctypes.memmove,
+) -> Restored:
+    """Bring the objects to the newest step, or the one asked for, that every rank can prove.
+    Collective.
 
-    Nothing live is changed before every rank has proved its part. Steps that failed are set aside
-    afterwards, once an older one is known to be good.
+    Nothing live is changed before every rank has proved its part. Full checkpoints that failed
+    are set aside afterwards, once another state is known to be good.
 
     Args:
+        step: see `plan_restore`.
         lend: see `read_part`.
+        copy: how to copy memory.
 
     Raises:
-        CannotRestore: no step of the plan can be proved; all files are left as they are.
+        NothingToRestore: the step that was asked for is not there.
+        CannotRestore: no step can be proved; all files are left as they are.
         LayoutMismatch: the stored state does not fit the objects.
     """
-    failed: list[tuple[StepEntry, str]] = []
-    for entry in plan.candidates:
-        proved, error = _try(run, entry, objects, ranks, strict, lend)
-        reasons = _agree(ranks, error)
-        if not any(reasons):
-            _apply(objects, proved, ranks, strict)
-            _set_aside(run, failed, entry, ranks)
-            return entry
+    failed: list[tuple[Chain, str]] = []
+    excluded = Excluded()
+    while True:
+        plan = _agreed_plan(run, step, excluded, ranks)
+        chain = plan.chain
+        if chain is None:
+            break
+        proved, error = _try(run, chain, objects, ranks, strict, lend)
+        reasons = _agree(ranks, error, blamed(chain, error, Excluded()) if error else Excluded())
+        if not any(reason for reason, _ in reasons):
+            _apply(objects, proved, ranks, strict, copy)
+            _set_aside(run, failed, excluded, chain, ranks)
+            return Restored(chain, plan.timeline)
         reason = _first(reasons)
-        _log.warning("step %s cannot be used: %s", entry.ref, reason)
-        failed.append((entry, reason))
-    tried = "".join(f"\n  {entry.ref}: {reason}" for entry, reason in failed)
+        _log.warning("step %s cannot be used: %s", chain.ref, reason)
+        failed.append((chain, reason))
+        for _, guilty in reasons:
+            excluded = Excluded(
+                {*excluded.deltas, *guilty.deltas}, {*excluded.fulls, *guilty.fulls}
+            )
+    if not failed:
+        return Restored(None, plan.timeline)
+    tried = "".join(f"\n  {chain.ref}: {reason}" for chain, reason in failed)
     raise CannotRestore(
         f"{'the step' if plan.asked else 'every complete step'} failed its proof:{tried}",
         hint="everystep verify RUN shows what is damaged"
@@ -151,8 +112,56 @@ def restore(
     )
 
 
+def _agreed_plan(run: Run, step: int | StepRef | None, excluded: Excluded, ranks: Ranks) -> Plan:
+    """What rank 0 has decided, as this rank finds it in the directory.
+
+    Raises:
+        RanksDisagree: the files are not there for this rank.
+    """
+    mine: list[Plan] = []
+
+    def decide() -> Json:
+        listing = run.listing()
+        plan = plan_restore(listing, run.segments(listing), step, excluded)
+        if plan.chain is None and excluded == Excluded():
+            require_fresh(listing)
+        mine.append(plan)
+        return _spoken(plan)
+
+    wanted = on_first_rank(ranks, decide)
+    error: EverystepError | None = None
+    for _ in range(_LOOKS):
+        if mine and _spoken(mine[-1]) == wanted:
+            break
+        try:
+            listing = run.listing()
+            mine.append(plan_restore(listing, run.segments(listing), step, excluded))
+        except NothingToRestore as failure:
+            error = failure
+            time.sleep(_LOOK_AGAIN_S)
+    else:
+        error = error or RanksDisagree(
+            "the run directory does not show the same steps on all ranks",
+            expected=wanted,
+            found=_spoken(mine[-1]) if mine else None,
+            hint="use a path on a file system that all hosts share",
+        )
+    raise_together(ranks, error if not mine or _spoken(mine[-1]) != wanted else None)
+    return mine[-1]
+
+
+def _spoken(plan: Plan) -> Json:
+    """What ranks must agree on."""
+    chain = plan.chain
+    way = None
+    if chain is not None:
+        links = [[str(link.ref), link.session, link.world_size] for link in chain.links]
+        way = [str(chain.full.ref), chain.full.session, links]
+    return [way, msgspec.to_builtins(plan.timeline), plan.asked]
+
+
 def _try(
-    run: Run, entry: StepEntry, objects: Objects, ranks: Ranks, strict: bool, lend: Lend | None
+    run: Run, chain: Chain, objects: Objects, ranks: Ranks, strict: bool, lend: Lend | None
 ) -> tuple[Proved | None, EverystepError | None]:
     def fits(record: RankRecord) -> None:
         specs = {tensor.spec.key: tensor.spec for tensor in record.tensors}
@@ -160,8 +169,15 @@ def _try(
         misfit = capture.check(objects, record.tree, specs, ranks.world_size)
         misfit.raise_if(strict=strict)
 
+    def standing(record: RankRecord) -> Mapping[str, torch.Tensor]:
+        specs = {tensor.spec.key: tensor.spec for tensor in record.tensors}
+        live = (objects.models, objects.optimizers)
+        return standing_slots(*live, record.tree, specs, ranks.world_size)
+
+    classes = by_name(type(optimizer) for optimizer in objects.optimizers.values())
+    how = How(fits=fits, lend=lend, standing=standing, classes=classes)
     try:
-        proved = read_part(run, entry, ranks.rank, fits, lend=lend)
+        proved = read_chain(run, chain, ranks.rank, how)
         _prove_values(proved)
         return proved, None
     except EverystepError as error:
@@ -198,26 +214,41 @@ def _check_world(record: RankRecord, ranks: Ranks) -> None:
         )
 
 
-def _agree(ranks: Ranks, error: EverystepError | None) -> Sequence[Json]:
-    """Every rank's reason why this step cannot be used (None: it can).
+def _agree(
+    ranks: Ranks, error: EverystepError | None, guilty: Excluded
+) -> list[tuple[Json, Excluded]]:
+    """Every rank's reason why this way cannot be used (None: it can), and what is to blame.
 
     Raises:
         EverystepError: a rank's failure is not damage to this step; on every rank.
     """
-    reasons = ranks.gather([as_json(error), isinstance(error, _DAMAGE)])
-    for rank, (reason, damage) in enumerate(reasons):
+    fulls = [[str(ref), session] for ref, session in guilty.fulls]
+    blame = [[list(one) for one in guilty.deltas], fulls]
+    reasons = ranks.gather([as_json(error), isinstance(error, _DAMAGE), blame])
+    for rank, (reason, damage, _) in enumerate(reasons):
         if reason is not None and not damage:
             if error is not None and rank == ranks.rank:
                 raise error
             raise from_json(rank, reason)
-    return [reason for reason, _ in reasons]
+    return [(reason, _excluded(told)) for reason, _, told in reasons]
 
 
-def _first(reasons: Sequence[Json]) -> str:
-    return next(f"rank {rank}: {r[1]}" for rank, r in enumerate(reasons) if r is not None)
+def _excluded(told: Json) -> Excluded:
+    deltas, fulls = told
+    return Excluded(
+        {(name, offset) for name, offset in deltas},
+        {(StepRef.parse(ref), session) for ref, session in fulls},
+    )
 
 
-def _apply(objects: Objects, proved: Proved | None, ranks: Ranks, strict: bool) -> None:
+def _first(reasons: Sequence[tuple[Json, Excluded]]) -> str:
+    told = enumerate(reason for reason, _ in reasons)
+    return next(f"rank {rank}: {reason[1]}" for rank, reason in told if reason is not None)
+
+
+def _apply(
+    objects: Objects, proved: Proved | None, ranks: Ranks, strict: bool, copy: raw.Copy
+) -> None:
     error: EverystepError | None = None
     if proved is not None:
         record, specs = proved.record, proved.specs
@@ -235,24 +266,32 @@ def _apply(objects: Objects, proved: Proved | None, ranks: Ranks, strict: bool) 
                 "restore() (docs/exactness.md)", name,
             )  # fmt: skip
         try:
-            capture.apply(objects, record.tree, specs, proved.tensors, ranks.world_size)
+            capture.apply(
+                objects, record.tree, specs, proved.tensors, ranks.world_size, proved.standing, copy
+            )
         except EverystepError as failure:
             error = failure
-    reasons = _agree(ranks, error)
-    if any(reasons):  # too late for another step: something live has been changed
-        raise error or from_json(*next((r, told) for r, told in enumerate(reasons) if told))
+    raise_together(ranks, error)  # too late for another step: something live has been changed
 
 
 def _set_aside(
-    run: Run, failed: Sequence[tuple[StepEntry, str]], good: StepEntry, ranks: Ranks
+    run: Run, failed: Sequence[tuple[Chain, str]], bad: Excluded, good: Chain, ranks: Ranks
 ) -> None:
+    """Move full checkpoints that have failed out of the way."""
+
     def move() -> Json:
-        for entry, reason in failed:
-            where = run.set_aside(entry)
-            _log.warning(
-                "step %s is set aside in %s (%s); step %s is restored instead",
-                entry.ref, where, reason, good.ref,
-            )  # fmt: skip
+        for chain, reason in failed:
+            full = chain.full
+            if (full.ref, full.session) in bad.fulls and run.entries(full.ref):
+                _log.warning(
+                    "step %s is set aside in %s (%s); step %s is restored instead",
+                    full.ref, run.set_aside(full), reason, good.ref,
+                )  # fmt: skip
+            else:
+                _log.warning(
+                    "step %s is lost (%s); step %s is restored instead",
+                    chain.ref, reason, good.ref,
+                )  # fmt: skip
 
     if failed:
         on_first_rank(ranks, move)

@@ -1,4 +1,4 @@
-"""Single tensors of one stored step, each read and proved when it is asked for."""
+"""Single tensors of one step, each read and proved when it is asked for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from everystep.store.format import RankRecord, StoredTensor
 from everystep.store.reading import Located, StepReader, locate
 from everystep.store.run import Run, StepEntry
 from everystep.store.wellformed import Region, tiles
-from everystep.types import TensorSpec, spoken
+from everystep.types import StepRef, TensorSpec, spoken
 
 
 class Whole:
@@ -55,27 +55,27 @@ class Whole:
         return self._tensor
 
 
-class StoredStep:
-    """A complete step, opened to read single tensors of any rank.
+class OpenStep:
+    """A step, opened to have single tensors of any rank.
+
+    Args:
+        ref: the step.
+        world_size: how many ranks trained.
+        records: of the ranks that are open.
 
     Raises:
-        Damaged, Missing: a record is not what was written.
+        Damaged: a record does not hold what a state is made of.
     """
 
-    def __init__(
-        self, run: Run, entry: StepEntry, progress: Callable[[int], None] | None = None
-    ) -> None:
-        self.entry = entry
-        self.records: Mapping[int, RankRecord] = run.records(entry)
+    def __init__(self, ref: StepRef, world_size: int, records: Mapping[int, RankRecord]) -> None:
+        self.ref, self.world_size = ref, world_size
+        self.records = records
         self.tensors: dict[int, dict[str, StoredTensor]] = {
             rank: {stored.spec.key: stored for stored in record.tensors}
-            for rank, record in self.records.items()
+            for rank, record in records.items()
         }
-        for rank, record in self.records.items():
+        for rank, record in records.items():
             check_form(record.tree, self.tensors[rank])
-        self._progress = progress
-        self._reader = StepReader(run.backend, entry, self.records)
-        self._located: dict[int, dict[str, Located]] = {}
 
     def record(self, rank: int) -> RankRecord:
         """A rank's record.
@@ -84,8 +84,7 @@ class StoredStep:
             LayoutMismatch: there is no such rank.
         """
         if rank not in self.records:
-            step = self.entry.ref
-            raise LayoutMismatch(f"step {step} has no rank {rank}", found=sorted(self.records))
+            raise LayoutMismatch(f"step {self.ref} has no rank {rank}", found=sorted(self.records))
         return self.records[rank]
 
     def local(self, key: str, rank: int) -> torch.Tensor:
@@ -94,14 +93,7 @@ class StoredStep:
         Raises:
             Damaged, Missing, ReplicasDiffer: it is not what was written.
         """
-        if rank not in self._located:
-            self._located[rank] = {
-                place.tensor.spec.key: place for place in locate(self.records, rank)
-            }
-        place = self._located[rank][key]
-        tensor, view = raw.empty_for(place.tensor.spec)
-        self._reader.read([place], lambda spec: view, self._progress)
-        return tensor
+        raise NotImplementedError
 
     def whole(self, key: str, rank: int) -> torch.Tensor:
         """A rank's tensor; put together from all ranks' parts where it is sharded.
@@ -116,3 +108,30 @@ class StoredStep:
         for other in parts:
             whole.add(self.tensors[other][key].spec, self.local(key, other))
         return whole.tensor()
+
+
+class StoredStep(OpenStep):
+    """A full checkpoint of which each tensor is read and proved when it is asked for.
+
+    Raises:
+        Damaged, Missing: a record is not what was written.
+    """
+
+    def __init__(
+        self, run: Run, entry: StepEntry, progress: Callable[[int], None] | None = None
+    ) -> None:
+        super().__init__(entry.ref, entry.world_size, run.records(entry))
+        self._progress = progress
+        self._reader = StepReader(run.backend, entry, self.records)
+        self._located: dict[int, dict[str, Located]] = {}
+
+    def local(self, key: str, rank: int) -> torch.Tensor:
+        """See `OpenStep.local`."""
+        if rank not in self._located:
+            self._located[rank] = {
+                place.tensor.spec.key: place for place in locate(self.records, rank)
+            }
+        place = self._located[rank][key]
+        tensor, view = raw.empty_for(place.tensor.spec)
+        self._reader.read([place], lambda spec: view, self._progress)
+        return tensor

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.optim import Optimizer
 from everystep.errors import Damaged, LayoutMismatch, Unsupported
 from everystep.state import raw, rng
 from everystep.state.extras import apply_extra, capture_extras, check_extra
+from everystep.state.inplace import prove_shared
 from everystep.state.loaders import apply_loader, capture_loader, is_loader
 from everystep.state.names import ModelNames, names_of
 from everystep.state.optimizers import (
@@ -23,7 +26,7 @@ from everystep.state.optimizers import (
 )
 from everystep.state.shards import Meshes, shard_of
 from everystep.state.tree import Decoder, Encoder, Held
-from everystep.types import Json, TensorSpec, join_key, split_key, spoken
+from everystep.types import Json, TensorSpec, join_key, split_key
 
 
 @dataclass(frozen=True)
@@ -266,15 +269,19 @@ def apply(
     specs: Mapping[str, TensorSpec],
     tensors: Mapping[str, torch.Tensor],
     world_size: int,
+    standing: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    copy: raw.Copy = ctypes.memmove,
 ) -> None:
     """Give live objects a stored state that `check` has compared with them.
 
-    Models are written in place; slots and hyperparameters get new tensors; random number
-    generators are set last. What `strict=False` let pass is left as it is.
+    Models are written in place; slots and hyperparameters get new tensors, but for `standing`
+    slots; random number generators are set last. What `strict=False` let pass is left as it is.
 
     Args:
         specs: the stored tensors of this rank, by key.
         tensors: their values in host memory, local parts where sharded.
+        standing: slots to write in place, by key; see `standing_slots`.
+        copy: how to copy memory.
 
     Raises:
         LayoutMismatch: an extra refuses its state, or a shard has no mesh here.
@@ -285,12 +292,16 @@ def apply(
         owners.add(name, names)
     meshes = Meshes(tensor for names in all_names.values() for tensor in names.tensors.values())
     rest = {key: _rebuilt(tensors[key], spec, meshes) for key, spec in specs.items()}
+    versions = {key: live._version for key, live in standing.items()}
     _apply_extras(objects.extras, tree, rest, specs)
     written: dict[str, torch.Tensor] = {}
     for name, names in all_names.items():
         if name in tree["models"]:
-            written |= _apply_model(name, names, tree["models"][name], rest)
-    _prove_shared(written, tensors)
+            written |= _apply_model(name, names, tree["models"][name], rest, copy)
+    prove_shared(written, tensors)
+    for key, live in standing.items():  # an extra may hold it too, and have written it
+        written[key] = live if live._version == versions[key] else torch.empty_like(live)
+    raw.write_all([(written[key], tensors[key]) for key in standing], copy)
     rest |= written
     devices = {key: spec.device for key, spec in specs.items()}
     for name, optimizer in objects.optimizers.items():
@@ -338,35 +349,30 @@ def _apply_extras(
 
 
 def _apply_model(
-    name: str, names: ModelNames, saved: Json, tensors: Mapping[str, torch.Tensor]
+    name: str,
+    names: ModelNames,
+    saved: Json,
+    tensors: Mapping[str, torch.Tensor],
+    copy: raw.Copy,
 ) -> dict[str, torch.Tensor]:
     """Write a model's tensors in place; return them (live) by the keys of what was stored."""
-    written = {}
+    written, fqns, pairs = {}, [], []
     for fqn, live in names.tensors.items():
         key = join_key("models", name, saved["aliases"].get(fqn, fqn))
         source = tensors.get(key)
         if source is None:
             continue
         written[key] = live.detach()
-        if not raw.write_into(shard_of(live)[0], source):
+        fqns.append(fqn)
+        pairs.append((shard_of(live)[0], source))
+    for fqn, fitted in zip(fqns, raw.write_all(pairs, copy), strict=True):
+        if not fitted:
             raise LayoutMismatch(f"{name}.{fqn} is expanded here, and was not when stored")
     decoder = Decoder(tensors)
     for fqn, module in names.extra_state.items():
         if fqn in saved["extra_state"]:
             module.set_extra_state(decoder.decode(saved["extra_state"][fqn]))
     return written
-
-
-def _prove_shared(written: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
-    """Tensors in one storage may overlap: then writing one may have changed another."""
-    by_storage: dict[int, list[str]] = {}
-    for key, live in written.items():
-        address = shard_of(live)[0].untyped_storage().data_ptr()
-        by_storage.setdefault(address, []).append(key)
-    for keys in by_storage.values():
-        for key in keys if len(keys) > 1 else ():
-            if not raw.same_bits(shard_of(written[key])[0], sources[key]):
-                raise LayoutMismatch(f"{spoken(key)} overlaps another here, and not when stored")
 
 
 def quiet_differences(

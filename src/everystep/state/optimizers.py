@@ -16,6 +16,13 @@ from everystep.state.names import ModelNames
 from everystep.state.tree import Decoder, Encoder
 from everystep.types import Json, join_key, spoken
 
+ELEMENTWISE = {
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam,
+    torch.optim.RAdam, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop,
+    torch.optim.Rprop, torch.optim.ASGD,
+}  # fmt: skip
+"""What they do to an element depends on no other one."""
+
 ParameterName = tuple[str, str]
 """(name of the model, FQN in it)"""
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -19,7 +20,15 @@ from everystep.types import TensorSpec, chunks_of, item_bytes, spoken
 CHUNK_BYTES = 1 << 20
 """What is brought to host memory at a time from a tensor whose bytes do not lie there in order."""
 
-_HUGE_PAGE_BYTES = 2 << 20
+_FEW_BYTES = 1 << 20
+"""Memory for less is not worth a word with the kernel."""
+
+Copy = Callable[[int, int, int], object]
+"""Copies memory: to which address, from which, how many bytes."""
+
+_COPIERS = 4
+_STRETCH_BYTES = 8 << 20
+"""What one thread copies at a time."""
 
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -187,10 +196,11 @@ def over(view: memoryview, spec: TensorSpec) -> torch.Tensor:
 
 
 def _prefer_huge_pages(tensor: torch.Tensor) -> None:
-    """Let fresh memory come in large pages: the first write to it is several times faster."""
-    start = -(-tensor.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-    length = tensor.data_ptr() + tensor.nbytes - start
-    if length >= _HUGE_PAGE_BYTES:
+    """Let fresh memory come in large pages: the first write to it is several times faster. Those of
+    neighbours count together: a large page may hold the end of one and the start of the next."""
+    if tensor.nbytes >= _FEW_BYTES:
+        start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        length = tensor.data_ptr() + tensor.nbytes - start
         _libc.madvise(start, length, mmap.MADV_HUGEPAGE)
 
 
@@ -222,6 +232,34 @@ def write_into(live: torch.Tensor, source: torch.Tensor) -> bool:
             narrowed, values = narrowed.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
     narrowed.copy_(values)
     return _is_dense(live.shape, live.stride()) or same_bits(live, source)
+
+
+def write_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], copy: Copy) -> list[bool]:
+    """`write_into` for many pairs of (live, source), in several threads; its answers, in order."""
+    answers = [True] * len(pairs)
+    stretches: list[tuple[int, int, int]] = []
+    for index, (live, source) in enumerate(pairs):
+        if is_plain(live) and is_plain(source):
+            torch.autograd.graph.increment_version(live)  # as any other writing would
+            to, origin = live.data_ptr(), source.data_ptr()
+            for start in range(0, live.nbytes, _STRETCH_BYTES):
+                length = min(_STRETCH_BYTES, live.nbytes - start)
+                stretches.append((to + start, origin + start, length))
+        else:
+            answers[index] = write_into(live, source)
+    with ThreadPoolExecutor(_COPIERS, thread_name_prefix="everystep-copy") as pool:
+        for copied in [pool.submit(copy, *stretch) for stretch in stretches]:
+            copied.result()
+    return answers
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its bytes lie in host memory as they are, row-major, and whoever has them counts
+    the writings."""
+    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        return False
+    odd = tensor.is_conj() or tensor.is_neg() or tensor.is_inference()
+    return tensor.is_contiguous() and not odd
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -27,7 +27,7 @@ from everystep.state.capture import (
     capture_extra_state,
 )
 from everystep.state.names import ModelNames, names_of
-from everystep.state.shards import shard_of
+from everystep.state.shards import is_dtensor, shard_of
 from everystep.state.slots import Changed, Slots, by_memory_of
 from everystep.state.tree import Encoder, Held
 from everystep.state.watch import ModuleWatch, TensorWatch
@@ -48,6 +48,9 @@ class Captured(NamedTuple):
     parameters, and parameters in no optimizer."""
     rest: Sequence[Held]
     """All other tensors, captured anew each time."""
+    versions: Sequence[int | None]
+    """Parallel to `fixed`: of parameters and buffers, what rises with every write in place; None
+    where it was not read (slots, and parts of DTensors)."""
     tree: Json
     """As in `State`; parts that have not changed are `msgspec.Raw`."""
     unmoved: Callable[[], bool]
@@ -94,7 +97,7 @@ class Recapture:
         if known.comparable:
             self._known = known
         rest = [held for key, held in state.held.items() if key not in known.keys]
-        return Captured(self._version, known.fixed, known.writers, rest, state.tree, known.unmoved)
+        return known.captured(rest, state.tree)
 
 
 class _Known:
@@ -116,6 +119,9 @@ class _Known:
         parts: list[_Model | Slots] = [*self._models.values(), *self._optimizers.values()]
         self.keys = {key for part in parts for key in part.keys}
         self.fixed = [held for key, held in state.held.items() if key in self.keys]
+        places = {held.spec.key: position for position, held in enumerate(self.fixed)}
+        for model in self._models.values():
+            model.find_versions(places)
         self.writers = _writers(objects.optimizers, names, self._optimizers, self.fixed)
         self._all_memory = {memory: key for part in parts for memory, key in part.by_memory.items()}
         self._watch = TensorWatch(chain.from_iterable(part.tensors for part in parts))
@@ -153,8 +159,15 @@ class _Known:
             return None
         encoder.new_section()
         tree |= capture_beside(self._objects, random_state, encoder, asked=self._asks)
-        rest = list(encoder.held.values())
-        return Captured(self._version, self.fixed, self.writers, rest, tree, self.unmoved)
+        return self.captured(list(encoder.held.values()), tree)
+
+    def captured(self, rest: Sequence[Held], tree: Json) -> Captured:
+        """The state, whose models have just been looked at."""
+        versions: list[int | None] = [None] * len(self.fixed)
+        for model in self._models.values():
+            for position, version in zip(model.positions, model.versions, strict=True):
+                versions[position] = version
+        return Captured(self._version, self.fixed, self.writers, rest, versions, tree, self.unmoved)
 
 
 def _writers(
@@ -216,6 +229,9 @@ class _Rest(Encoder):
 
 
 _TRAINED = operator.attrgetter("requires_grad")
+_WRITTEN = operator.attrgetter("_version")
+_AT_ONCE = 500
+"""Tensors at a time: so few stay in the processor's cache from one property to the next."""
 
 
 class _Model:
@@ -225,16 +241,50 @@ class _Model:
         self._name, self._names = name, names
         self._watch = ModuleWatch(model)
         self.tensors = self._watch.tensors
-        self._trained = list(map(_TRAINED, self.tensors))
         keys = [join_key("models", name, fqn) for fqn in names.tensors]
+        self._counted = {  # those whose writes are counted where they are seen
+            key: tensor
+            for key, tensor in zip(keys, names.tensors.values(), strict=True)
+            if not is_dtensor(tensor) and not tensor.is_inference()
+        }
+        self.positions: list[int] = []
+        """Where in `fixed` those are of which `versions` tells."""
+        self.versions: list[int] = []
+        """As `same` has found them last."""
         self.keys = set(keys)
         self.by_memory = by_memory_of(keys, state)
         tree = state.tree["models"][name]
         self._unchanged = {part: Raw(_encoded(tree[part])) for part in ("aliases", "frozen")}
 
+    def find_versions(self, places: Mapping[str, int]) -> None:
+        """Prepare to look at all tensors, and do it.
+
+        Args:
+            places: where in `fixed` a key is.
+        """
+        own = {id(tensor): key for key, tensor in self._counted.items() if key in places}
+        rest = [tensor for tensor in self.tensors if id(tensor) not in own]
+        counted = [self._counted[key] for key in own.values()]
+        self.positions = [places[key] for key in own.values()]
+        parts = [counted[at : at + _AT_ONCE] for at in range(0, len(counted), _AT_ONCE)]
+        self._parts = [(part, list(map(_TRAINED, part))) for part in parts]
+        self._rest = (rest, list(map(_TRAINED, rest)))
+        self._look()
+
     def same(self) -> bool:
         """Whether it is made as it was, and the same parameters are trained."""
-        return self._watch.same() and list(map(_TRAINED, self.tensors)) == self._trained
+        return self._watch.same() and self._look()
+
+    def _look(self) -> bool:
+        """Whether the same parameters are trained; notes how often they have been written."""
+        versions: list[int] = []
+        for part, trained in self._parts:
+            if list(map(_TRAINED, part)) != trained:
+                return False
+            versions += map(_WRITTEN, part)
+        self.versions = versions
+        rest, trained = self._rest
+        return list(map(_TRAINED, rest)) == trained
 
     def again(self, encoder: Encoder) -> Json:
         extra_state = capture_extra_state(self._name, self._names, encoder)

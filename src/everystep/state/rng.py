@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import random
 from typing import Any
 
@@ -23,9 +24,17 @@ def global_state() -> dict[str, Any]:
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state_all()
+    found = device_states()
+    if found:
+        state["cuda"] = found
     return state
+
+
+def device_states() -> list[torch.Tensor]:
+    """Of the accelerators' generators, where they have been used."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.cuda.get_rng_state_all()
+    return []
 
 
 def check_devices(stored: int) -> str | None:
@@ -47,14 +56,19 @@ def set_global_state(state: dict[str, Any]) -> None:
 
 def same_global_state(before: dict[str, Any]) -> bool:
     """Whether nothing has been drawn from the host's global generators since `before`."""
-    return _same(global_state() | {"cuda": None}, before | {"cuda": None})
+    return same(global_state() | {"cuda": None}, before | {"cuda": None})
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
+    """Whether two states of generators are equal."""
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
+    if isinstance(one, tuple):
+        return bool(one == other)
     return bool(np.array_equal(one, other))
 
 
@@ -88,7 +102,11 @@ def set_generator_state(generator: Generator, state: Any) -> None:
 
 def _python_state(state: tuple[Any, ...]) -> dict[str, Any]:
     version, words, gauss = state
-    return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
+    return {
+        "version": version,
+        "words": torch.frombuffer(array.array("q", words), dtype=torch.int64),
+        "gauss": gauss,
+    }
 
 
 def _python_tuple(state: dict[str, Any]) -> tuple[Any, ...]:

@@ -42,24 +42,12 @@ class NewFile(NamedTuple):
     may be slower with scattered small pages. False: it copies what it still needs."""
 
 
-class Backend(Protocol):
-    """Seven verbs. Any thread may call any of them; only `lock` waits for others."""
+class Reader(Protocol):
+    """Three verbs that change nothing. Any thread may call any of them."""
 
     @property
     def abilities(self) -> Abilities:
         """Facts about this backend; constant."""
-        ...
-
-    def put(self, files: Sequence[NewFile]) -> None:
-        """Write files. When it returns, all are durable under their names.
-
-        Each appears whole or not at all, but a crash may leave some of them and not others: what
-        makes the others valid is put by a later call. A file that exists is replaced.
-
-        Raises:
-            StoreFull: no space or quota; none of the files that were not yet complete appears.
-            StoreFailed: any other refusal.
-        """
         ...
 
     def read(self, name: str, into: memoryview, offset: int) -> None:
@@ -86,6 +74,43 @@ class Backend(Protocol):
         """All files whose name is below `prefix/` (all, where it is empty), in no given order.
         Links and special files are listed too, so that they are seen, and are never followed or
         opened. Nothing there is an empty list."""
+        ...
+
+
+class Backend(Reader, Protocol):
+    """Five verbs more. Any thread may call any of them; only `lock` waits for others."""
+
+    def put(self, files: Sequence[NewFile]) -> None:
+        """Write files. When it returns, all are durable under their names.
+
+        Each appears whole or not at all, but a crash may leave some of them and not others: what
+        makes the others valid is put by a later call. A file that exists is replaced.
+
+        Raises:
+            StoreFull: no space or quota; none of the files that were not yet complete appears.
+            StoreFailed: any other refusal.
+        """
+        ...
+
+    def append(self, name: str, parts: Sequence[Buffer], at: int) -> None:
+        """Write at the end of a file. When it returns, the bytes are durable there, and so is the
+        name. One writer appends to a file at a time; who reads it meanwhile may see any part.
+
+        A crash leaves the first `at` bytes as they were, and behind them any part of the new ones,
+        or other bytes, or nothing: what is appended must show by itself whether it is whole.
+
+        Args:
+            name: the file.
+            parts: the bytes in order; they stay as they are until this returns.
+            at: the length of the file now. 0: there is no such file, and it is made.
+
+        Raises:
+            StoreFull: no space or quota. As after any failure, what is behind the first `at` bytes
+                is unknown (the backend removes it if it can), so that nothing more may be appended
+                to this file. One that was to be made may be there or not.
+            StoreFailed: any other refusal; also, with nothing written, where the file does not have
+                the length `at`.
+        """
         ...
 
     def delete(self, name: str, *, reuse: bool = False) -> None:

@@ -17,7 +17,7 @@ import shutil
 import signal
 import stat
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -67,6 +67,10 @@ class SystemCalls:
     def write_at(self, fd: int, data: Buffer, offset: int) -> int:
         """Write at an offset; returns how many bytes were taken."""
         return os.pwrite(fd, data, offset)
+
+    def write_parts_at(self, fd: int, parts: Sequence[Buffer], offset: int) -> int:
+        """Write at most 1,024 parts at an offset; returns how many bytes were taken."""
+        return os.pwritev(fd, parts, offset)
 
     def write_through_cache(self, fd: int) -> None:
         """End direct writes to an open file."""

@@ -7,6 +7,8 @@ the step exist for this rank.
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +20,7 @@ from everystep.store import format as fmt
 from everystep.store import tensorfile
 from everystep.store.backend import Backend, NewFile
 from everystep.store.format import DataFile, PartName, RankRecord, StoredPiece, StoredTensor
-from everystep.store.wellformed import complaints
+from everystep.store.wellformed import checked, complaints
 from everystep.types import Buffer, Json, Piece, StepRef, TensorSpec, split_key
 
 STATE_SECTION = "state"
@@ -69,6 +71,11 @@ class FileLayout:
     """In the order of their bytes, without gaps."""
     nbytes: int
 
+    @functools.cached_property
+    def header_xxh3_128(self) -> str:
+        """The hash of the header."""
+        return fmt.digest(self.header)
+
 
 @dataclass
 class Content:
@@ -96,7 +103,7 @@ class Content:
             name=f"{stem}.{fmt.file_label(self.layout.section)}.safetensors",
             nbytes=self.layout.nbytes,
             header_bytes=len(self.layout.header),
-            header_xxh3_128=fmt.digest(self.layout.header),
+            header_xxh3_128=self.layout.header_xxh3_128,
         )
 
 
@@ -226,12 +233,11 @@ def record_of(
     whole: Mapping[str, str],
 ) -> RankRecord:
     """The record of a part, once all hashes are known; see `write_part`."""
-    elements = {spec.key: spec.elements for spec in specs}
+    elements = {spec.key: checked(spec).elements for spec in specs}
     stored, hashes = [], dict(whole)
     for index, content in enumerate(contents):
-        for place, found in zip(content.layout.places, content.hashes, strict=True):
-            piece = place.piece
-            stored.append(StoredPiece(piece=piece, file=index, name=place.name, xxh3_128=found))
+        for (piece, name, _, _), found in zip(content.layout.places, content.hashes, strict=True):
+            stored.append(StoredPiece(piece=piece, file=index, name=name, xxh3_128=found))
             if piece.stop - piece.start == elements[piece.key]:
                 hashes[piece.key] = found
     tensors = [StoredTensor(spec=spec, xxh3_128=hashes[spec.key]) for spec in specs]
@@ -270,11 +276,18 @@ def encoded(record: RankRecord, name: str) -> bytes:
 
 def _replica_hash(tensors: Sequence[StoredTensor]) -> str | None:
     """Over what the ranks must have in common: key, dtype, shape and hash of each tensor."""
-    replicated = sorted((t for t in tensors if t.spec.replicated), key=lambda t: t.spec.key)
+    replicated = [(t.spec.key, t) for t in tensors if t.spec.replicated]
     if not replicated:
         return None
-    lines = (f"{t.spec.key}\0{t.spec.dtype}\0{t.spec.shape}\0{t.xxh3_128}\n" for t in replicated)
+    replicated.sort(key=operator.itemgetter(0))
+    lines = [f"{_begin_of_line(t.spec)}{t.xxh3_128}\n" for _, t in replicated]
     return fmt.digest("".join(lines).encode())
+
+
+@functools.lru_cache(1 << 16)
+def _begin_of_line(spec: TensorSpec) -> str:
+    """What is the same at every step."""
+    return f"{spec.key}\0{spec.dtype}\0{spec.shape}\0"
 
 
 @dataclass(frozen=True)

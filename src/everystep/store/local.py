@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import itertools
 import os
 import re
 import secrets
-import shutil
 import stat
 import struct
 import threading
@@ -19,14 +17,13 @@ from pathlib import Path
 
 from everystep.errors import Damaged, Missing, RunBusy, StoreFailed, StoreFull
 from everystep.store import durable
+from everystep.store.appending import append
 from everystep.store.backend import Abilities, Entry, NewFile
+from everystep.store.spares import Spares
+from everystep.types import Buffer
 
 LOCK_PATIENCE_S = 5.0
 """How long to wait for a slot: a killed process may still be on its way out."""
-
-_MOST_SPARES = 4
-_MOST_SLACK = 1.25
-"""A spare is overwritten by a file that needs all of it but a fifth."""
 
 _PART = re.compile(r"[A-Za-z0-9_%@=+-][A-Za-z0-9_%@=+.-]{0,240}")
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -62,10 +59,11 @@ class LocalBackend:
 
     def __init__(self, root: Path, calls: durable.SystemCalls | None = None) -> None:
         self._root = Path(os.path.abspath(root))
+        self._root_text = str(self._root).rstrip("/")
         self._calls = calls or durable.SystemCalls()
         self._anchored: set[Path] = set()
         self._tag = f"{os.getpid():x}-{secrets.token_hex(4)}"
-        self._spares = _Spares(self._root, self._tag, self._calls)
+        self._spares = Spares(self._root, self._tag, self._calls)
 
     @classmethod
     def made(cls, root: Path) -> LocalBackend:
@@ -93,15 +91,30 @@ class LocalBackend:
 
     def _path(self, name: str) -> Path:
         """Where a name lies; refuses names and links that lead out of the directory."""
-        parts = name.split("/")
-        path = self._root
-        for part in parts:
-            if not _PART.fullmatch(part):
-                raise StoreFailed("is not a name that a store uses", path=name)
-            if path is not self._root and path.is_symlink():
-                raise StoreFailed("is a link, and a store has none", path=path)
-            path = path / part
-        return path
+        *folders, last = name.split("/")
+        above = self._root_text
+        for part in folders:
+            above = f"{above}/{_checked(part, name)}"
+            if os.path.islink(above):
+                raise StoreFailed("is a link, and a store has none", path=Path(above))
+        return Path(f"{above}/{_checked(last, name)}")
+
+    def _paths(self, names: Sequence[str]) -> list[Path]:
+        """Where several names lie; a folder that they share is looked at once."""
+        folders: dict[str, Path] = {}
+        found = []
+        for name in names:
+            folder, _, last = name.rpartition("/")
+            if folder not in folders:
+                folders[folder] = self._path(name).parent
+            found.append(folders[folder] / _checked(last, name))
+        return found
+
+    def _make_directories(self, path: Path) -> None:
+        """See `durable.make_directories`; nothing of it is done again where all is as it was."""
+        if path in self._anchored and path.is_dir():
+            return
+        durable.make_directories(self._root, path, self._anchored, self._calls)
 
     def put(self, files: Sequence[NewFile]) -> None:
         """See `Backend.put`. All files are written and fsynced, then renamed in their order.
@@ -110,12 +123,14 @@ class LocalBackend:
         one is not there, the spares go first; they go too when there is no space after all.
         """
         ready: list[tuple[Path, Path]] = []
+        directories: set[Path] = set()
         self._spares.most_bytes = max(self._spares.most_bytes, sum(f.nbytes for f in files))
         try:
-            for file in files:
-                path = self._path(file.name)
+            for file, path in zip(files, self._paths([f.name for f in files]), strict=True):
                 with translated(path):
-                    durable.make_directories(self._root, path.parent, self._anchored, self._calls)
+                    if path.parent not in directories:
+                        self._make_directories(path.parent)
+                        directories.add(path.parent)
                     temporary = durable.write_new(
                         path, file.nbytes, file.parts, self._tag, self._calls,
                         lasting=file.lasting, spare=self._spares.take(file.nbytes),
@@ -126,7 +141,7 @@ class LocalBackend:
                 with translated(path):
                     self._calls.rename(temporary, path)
                 ready.pop(0)
-            for directory in sorted({self._path(file.name).parent for file in files}):
+            for directory in sorted(directories):
                 with translated(directory):
                     self._calls.sync_directory(directory)
         except Missing as error:
@@ -140,6 +155,20 @@ class LocalBackend:
             for temporary, _ in ready:
                 with contextlib.suppress(OSError):
                     self._calls.unlink(temporary)
+
+    def append(self, name: str, parts: Sequence[Buffer], at: int) -> None:
+        """See `Backend.append`."""
+        path = self._path(name)
+        try:
+            with translated(path):
+                if at == 0:
+                    self._make_directories(path.parent)
+                append(path, parts, at, self._calls)
+        except Missing as error:
+            raise StoreFailed("the file or its directory has vanished", path=path) from error
+        except StoreFull:
+            self.release_spares()
+            raise
 
     def read(self, name: str, into: memoryview, offset: int) -> None:
         """See `Backend.read`."""
@@ -215,7 +244,7 @@ class LocalBackend:
         """See `Backend.move`."""
         source, target = self._path(name), self._path(to)
         with translated(source):
-            durable.make_directories(self._root, target.parent, self._anchored, self._calls)
+            self._make_directories(target.parent)
             self._calls.rename(source, target)
             for directory in (target.parent, source.parent):  # a crash leaves both names, not none
                 self._calls.sync_directory(directory)
@@ -235,7 +264,7 @@ class LocalBackend:
         path = self._path(name)
         with _held_here(path, slot):
             with translated(path):
-                durable.make_directories(self._root, path.parent, self._anchored, self._calls)
+                self._make_directories(path.parent)
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
                 fd = os.open(path, flags, 0o666)
             try:
@@ -247,70 +276,11 @@ class LocalBackend:
                 os.close(fd)
 
 
-class _Spares:
-    """Files that were deleted and are kept to be overwritten, which spares the file system the
-    freeing and the allocation of their space. They are temporary files in the root.
-
-    They are at most four, and together no larger than the largest `put` so far: so a run takes
-    the space of one step more than it keeps.
-    """
-
-    def __init__(self, root: Path, tag: str, calls: durable.SystemCalls) -> None:
-        self._root, self._tag, self._calls = root, tag, calls
-        self._guard = threading.Lock()
-        self._numbers = itertools.count()
-        self._kept: list[tuple[int, Path]] = []  # length and place, oldest first
-        self.most_bytes = 0
-        """How much the largest `put` was to write."""
-
-    def keep(self, path: Path) -> bool:
-        """Make a spare of a file, whose name is then durably gone; False: it is not fit for one.
-
-        Raises:
-            OSError: the file is gone from its place, but perhaps not durably; it is no spare.
-        """
-        found = os.lstat(path)
-        linked = not stat.S_ISREG(found.st_mode) or found.st_nlink > 1
-        if linked or not durable.DIRECT_FROM_BYTES <= found.st_size <= self.most_bytes:
-            return False
-        spare = self._root / f".spare-{next(self._numbers)}.{self._tag}{durable.TEMPORARY_SUFFIX}"
-        try:
-            self._calls.rename(path, spare)
-        except OSError:
-            return False
-        try:
-            for directory in (path.parent, self._root):  # before a byte of it may change
-                self._calls.sync_directory(directory)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._calls.unlink(spare)
-            raise
-        with self._guard:
-            self._kept.append((found.st_size, spare))
-        self.release(_MOST_SPARES, self.most_bytes)
-        return True
-
-    def take(self, nbytes: int) -> Path | None:
-        """The smallest spare that a file of this length can overwrite; it is the caller's now.
-        Where there is none, and no space for a new file, all spares go."""
-        with self._guard:
-            fits = [s for s in self._kept if nbytes <= s[0] <= _MOST_SLACK * nbytes]
-            if fits and nbytes >= durable.DIRECT_FROM_BYTES:
-                self._kept.remove(min(fits))
-                return min(fits)[1]
-        if self._kept and shutil.disk_usage(self._root).free < nbytes:
-            self.release()
-        return None
-
-    def release(self, count: int = 0, nbytes: int = 0) -> None:
-        """Remove the oldest until so many, of so many bytes together, are left."""
-        with self._guard:
-            gone = []
-            while len(self._kept) > count or sum(s[0] for s in self._kept) > nbytes:
-                gone.append(self._kept.pop(0)[1])
-        for spare in gone:
-            with contextlib.suppress(OSError):
-                self._calls.unlink(spare)
+def _checked(part: str, name: str) -> str:
+    """A part of a name, which must be one that a store uses."""
+    if not _PART.fullmatch(part):
+        raise StoreFailed("is not a name that a store uses", path=name)
+    return part
 
 
 def _state(found: os.stat_result) -> tuple[int, int, int]:

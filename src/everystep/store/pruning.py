@@ -7,19 +7,20 @@ whose files it refers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal
 
 from msgspec import Struct
 
 from everystep.store import format as fmt
 from everystep.store.durable import is_temporary
+from everystep.store.logformat import Segment
 from everystep.store.references import References, needed_steps
-from everystep.store.retention import Retention, plan_retention, unneeded
+from everystep.store.retention import Retention, plan_retention, plan_segments, unneeded
 from everystep.store.run import SET_ASIDE, Listing, Run, StepEntry
 from everystep.types import StepRef
 
-Kind = Literal["step", "incomplete", "unrecorded", "temporary", "damaged"]
+Kind = Literal["step", "incomplete", "unrecorded", "log", "temporary", "damaged"]
 
 
 class Removal(Struct, frozen=True, kw_only=True):
@@ -27,8 +28,9 @@ class Removal(Struct, frozen=True, kw_only=True):
 
     kind: Kind
     """`step`: a checkpoint that no rule keeps; `incomplete`: a rank's part is missing, and its
-    session is over; `unrecorded`: data without a record; `temporary`: a file that was being
-    written; `damaged`: a step that was set aside."""
+    session is over; `unrecorded`: data without a record; `log`: deltas of steps before every
+    checkpoint that a rule keeps; `temporary`: a file that was being written; `damaged`: a step that
+    was set aside."""
     step: StepRef | None
     session: int | None
     names: tuple[str, ...]
@@ -79,6 +81,7 @@ def plan_prune(
     metrics: Mapping[StepRef, float],
     references: References,
     *,
+    segments: Mapping[Segment, int] | None = None,
     timeline: str | None = None,
     set_aside: bool = False,
 ) -> PrunePlan:
@@ -89,15 +92,20 @@ def plan_prune(
         policy: the rules; one that keeps everything lets only leftovers go.
         metrics: the value of `policy.keep_best` by step, where it is known.
         references: the steps to whose files steps refer.
+        segments: the last step in each segment of the log.
         timeline: plan for this one only; None: for all, and for temporary files anywhere.
         set_aside: let steps go that failed their proof and were set aside.
     """
     names = [name for name in sorted(listing.timelines) if timeline in (None, name)]
     pinned = pins(listing)
+    folded = (pinned - listing.complete().keys()) if segments else set()
     unwanted: list[StepEntry] = []
+    unneeded_segments: list[Segment] = []
     for name in names:
         entries = [entry for entry in listing.steps if entry.ref.timeline == name]
-        unwanted += plan_retention(entries, policy, metrics, pinned, {})
+        unwanted += plan_retention(entries, policy, metrics, pinned, {}, folded)
+        own = {s: last for s, last in (segments or {}).items() if s.timeline == name}
+        unneeded_segments += plan_segments(entries, own, policy, metrics, folded)
         unwanted += [entry for entry in entries if not entry.whole]
     unwanted = list(dict.fromkeys(unwanted))
     gone = unneeded(unwanted, listing.steps, references)
@@ -107,9 +115,9 @@ def plan_prune(
     collect = _Collector(files)
     for entry in gone:
         collect.entry("step" if entry.whole else "incomplete", entry)
-    for ref, stem in listing.loose:
-        if ref.timeline in names and ref not in needed:
-            collect.stem(ref, stem)
+    collect.loose(listing, names, needed)
+    for segment in unneeded_segments:
+        collect.files("log", None, segment.session, [segment.name])
     if timeline is None:
         for file in sorted(filter(is_temporary, files)):
             collect.files("temporary", None, None, [file])
@@ -159,8 +167,15 @@ class _Collector:
                 names.append(f"{directory}/{file}")
         self.files(kind, entry.ref, entry.session, _record_first(names))
 
-    def stem(self, ref: StepRef, stem: str) -> None:
-        """The data files of a part that has no record."""
+    def loose(
+        self, listing: Listing, timelines: Collection[str], needed: Collection[StepRef]
+    ) -> None:
+        """The data files of parts that have no record, but of steps that are needed."""
+        for ref, stem in listing.loose:
+            if ref.timeline in timelines and ref not in needed:
+                self._stem(ref, stem)
+
+    def _stem(self, ref: StepRef, stem: str) -> None:
         directory = fmt.step_directory(ref)
         names = [file for file in self._inside.get(directory, []) if fmt.owner_of(file) == stem]
         paths = _record_first(f"{directory}/{file}" for file in names)

@@ -22,6 +22,7 @@ from everystep.types import TensorSpec, item_bytes, spoken
 
 _CHUNK_BYTES = 4 << 20
 _READERS = 4
+_LARGE_BYTES = 32 << 20
 
 
 Stretch = tuple[str, int, int, str]
@@ -34,6 +35,13 @@ class Located(NamedTuple):
     tensor: StoredTensor
     parts: list[tuple[int, StoredPiece]]
     """(rank, piece), in the order of their elements, without gaps."""
+
+
+class _Placed(NamedTuple):
+    """A tensor, and file and offset of each of its parts."""
+
+    located: Located
+    slots: list[tuple[str, int]]
 
 
 class _Job(NamedTuple):
@@ -126,8 +134,8 @@ class StepReader:
 
         Args:
             located: what to read, from `locate`.
-            buffer_for: gives a writable view of exactly `spec.nbytes`; called in order, from this
-                thread, before any byte is read.
+            buffer_for: gives a writable view of exactly `spec.nbytes`; called from this thread,
+                once for each tensor, while bytes of others are read.
             progress: called with the number of bytes just read, from any thread.
 
         Raises:
@@ -135,11 +143,14 @@ class StepReader:
             Missing: a file is gone.
             StoreFailed: the store refused.
         """
-        jobs, split = self._jobs(located, buffer_for)
-        jobs.sort(key=lambda job: (job.name, job.offset))
+        split: list[tuple[StoredTensor, memoryview]] = []
+        placed = self._placed(located)
         with ThreadPoolExecutor(_READERS, thread_name_prefix="everystep-read") as pool:
-            results = [pool.submit(self._read_piece, job, progress) for job in jobs]
             try:
+                results = [
+                    pool.submit(self._read_piece, job, progress)
+                    for job in _jobs(placed, buffer_for, split)
+                ]
                 for result in results:
                     result.result()
             except BaseException:
@@ -164,21 +175,15 @@ class StepReader:
         problem = f"{spoken(tensor.spec.key)}: its pieces make another tensor"
         return Damaged(problem, step=self._entry.ref)
 
-    def _jobs(
-        self, located: Sequence[Located], buffer_for: Callable[[TensorSpec], memoryview]
-    ) -> tuple[list[_Job], list[tuple[StoredTensor, memoryview]]]:
-        jobs: list[_Job] = []
-        split: list[tuple[StoredTensor, memoryview]] = []
-        for tensor, parts in located:
-            slots = [self._slot(rank, stored, tensor.spec) for rank, stored in parts]
-            view = buffer_for(tensor.spec)
-            size = item_bytes(tensor.spec.dtype) or 1
-            for (name, offset), (_, stored) in zip(slots, parts, strict=True):
-                into = view[stored.piece.start * size : stored.piece.stop * size]
-                jobs.append(_Job(name, offset, into, stored))
-            if len(parts) > 1:
-                split.append((tensor, view))
-        return jobs, split
+    def _placed(self, located: Sequence[Located]) -> list[_Placed]:
+        """In the order in which to read: large tensors first, lest one thread be busy with one when
+        all others are done; else as they lie in the files."""
+        placed = [
+            _Placed(one, [self._slot(rank, stored, one.tensor.spec) for rank, stored in one.parts])
+            for one in located
+        ]
+        placed.sort(key=lambda p: (p.located.tensor.spec.nbytes < _LARGE_BYTES, p.slots))
+        return placed
 
     def _slot(self, rank: int, stored: StoredPiece, spec: TensorSpec) -> tuple[str, int]:
         """The file and offset of a piece, checked against the file's own header."""
@@ -288,6 +293,22 @@ class StepReader:
                 expected=stored.xxh3_128,
                 found=found,
             )
+
+
+def _jobs(
+    placed: Iterable[_Placed],
+    buffer_for: Callable[[TensorSpec], memoryview],
+    split: list[tuple[StoredTensor, memoryview]],
+) -> Iterator[_Job]:
+    """What to read where to; tensors of several parts are noted in `split`."""
+    for (tensor, parts), slots in placed:
+        view = buffer_for(tensor.spec)
+        size = item_bytes(tensor.spec.dtype) or 1
+        for (name, offset), (_, stored) in zip(slots, parts, strict=True):
+            into = view[stored.piece.start * size : stored.piece.stop * size]
+            yield _Job(name, offset, into, stored)
+        if len(parts) > 1:
+            split.append((tensor, view))
 
 
 def _stretches(nbytes: int) -> Iterator[tuple[int, int]]:

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from everystep.errors import Damaged, Missing, StoreError, UsageError
 from everystep.store.format import PartName
+from everystep.store.logformat import Segment, log_directory
 from everystep.store.references import (
     References,
     needed_steps,
@@ -18,6 +19,7 @@ from everystep.store.references import (
     referrers_first,
 )
 from everystep.store.run import Run, StepEntry
+from everystep.store.segments import older_segments
 from everystep.types import StepRef
 
 
@@ -63,6 +65,7 @@ def plan_retention(
     metrics: Mapping[StepRef, float],
     pinned: Collection[StepRef],
     references: References,
+    folded: Collection[StepRef] = (),
 ) -> list[StepEntry]:
     """Which writings of steps may go, in an order in which they can: each after those that refer to
     it. Pure.
@@ -79,25 +82,16 @@ def plan_retention(
         pinned: steps to keep whatever the rules say.
         references: the steps to whose files steps refer, those of other timelines (all of which
             stay) included.
+        folded: steps to keep that are had by folding deltas: of each, the complete step before it
+            stays.
     """
     entries = list(entries)
-    complete = {
-        entry.ref: entry for entry in sorted(entries, key=lambda e: e.session) if entry.complete
-    }
+    complete = _complete(entries)
+    kept = kept_by_rules(complete, policy, metrics)
     if policy.keeps_all or not complete:
         return []
-    steps = sorted(complete, key=lambda ref: ref.step)
-    newest = steps[-1]
-    # another rank's record may be seen before it is durable; that the rank has stored a later step
-    # shows that the one before is
-    settled = steps[-2:] if complete[newest].world_size > 1 else steps[-1:]
-    kept = {*settled, *pinned}
-    if policy.keep_last is not None:
-        kept.update(steps[-policy.keep_last :])
-    if policy.keep_every is not None:
-        kept.update(ref for ref in steps if ref.step % policy.keep_every == 0)
-    if policy.keep_best is not None:
-        kept.update(_best(steps, policy, metrics))
+    newest = max(complete, key=lambda ref: ref.step)
+    kept |= {*pinned, *_bases(complete, folded).values()}
     unwanted = [
         entry
         for entry in entries
@@ -106,6 +100,83 @@ def plan_retention(
         and not (entry.ref == newest and entry.session >= complete[newest].session)
     ]
     return unneeded(unwanted, entries, references)
+
+
+def _complete(entries: Iterable[StepEntry]) -> dict[StepRef, StepEntry]:
+    return {
+        entry.ref: entry for entry in sorted(entries, key=lambda e: e.session) if entry.complete
+    }
+
+
+def _bases(complete: Iterable[StepRef], folded: Iterable[StepRef]) -> dict[StepRef, StepRef]:
+    """For steps that are had by folding deltas, the newest complete step of their timeline before
+    each."""
+    found = {}
+    for ref in folded:
+        before = [r for r in complete if r.timeline == ref.timeline and r.step < ref.step]
+        if before:
+            found[ref] = max(before)
+    return found
+
+
+def kept_by_rules(
+    complete: Mapping[StepRef, StepEntry], policy: Retention, metrics: Mapping[StepRef, float]
+) -> set[StepRef]:
+    """The complete steps of one timeline that the rules keep, and those that are not settled. Pure.
+
+    Args:
+        complete: the newest complete writing of each step.
+        policy: the rules.
+        metrics: the value of `policy.keep_best` by step, where it is known.
+    """
+    steps = sorted(complete, key=lambda ref: ref.step)
+    if policy.keeps_all or not steps:
+        return set(steps)
+    # another rank's record may be seen before it is durable; that the rank has stored a later step
+    # shows that the one before is
+    kept = set(steps[-2:] if complete[steps[-1]].world_size > 1 else steps[-1:])
+    if policy.keep_last is not None:
+        kept.update(steps[-policy.keep_last :])
+    if policy.keep_every is not None:
+        kept.update(ref for ref in steps if ref.step % policy.keep_every == 0)
+    if policy.keep_best is not None:
+        kept.update(_best(steps, policy, metrics))
+    return kept
+
+
+def plan_segments(
+    entries: Iterable[StepEntry],
+    segments: Mapping[Segment, int],
+    policy: Retention,
+    metrics: Mapping[StepRef, float],
+    folded: Collection[StepRef],
+) -> list[Segment]:
+    """Which segments of the log may go: those whose every delta is of a step up to the oldest that
+    the rules keep, so that none is needed to get from one that is kept to a later one. Pure.
+
+    A step that is pinned and not kept by a rule keeps no segment but those that are needed to get
+    to it: otherwise the step that a session was restored from would keep all of the session's.
+
+    Args:
+        entries: those of one timeline, before any goes.
+        segments: the last step of which each segment of that timeline holds a delta. Not one that
+            is being written.
+        policy: the rules.
+        metrics: the value of `policy.keep_best` by step, where it is known.
+        folded: steps to keep that are had by folding deltas.
+    """
+    complete = _complete(entries)
+    kept = kept_by_rules(complete, policy, metrics)
+    if policy.keeps_all or not kept:
+        return []
+    oldest = min(ref.step for ref in kept)
+    spans = [(base.step, ref.step) for ref, base in _bases(complete, folded).items()]
+    return [
+        segment
+        for segment, last in sorted(segments.items())
+        if last <= oldest
+        if not any(last > after and segment.base < until for after, until in spans)
+    ]
 
 
 def unneeded(
@@ -164,6 +235,7 @@ class Upkeep:
         self._pinned = set(pinned)
         self._references: dict[StepRef, set[StepRef]] = {}
         self._unread: dict[tuple[StepRef, int], StepEntry] | None = dict(self._known)
+        self._logged: bool | None = None  # whether earlier sessions have left a log
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="everystep-remove")
         self._removal: Future[tuple[list[StepEntry], StoreError | None]] | None = None
 
@@ -205,14 +277,43 @@ class Upkeep:
                 plan = self._plan()
             if plan:
                 known = {ref: frozenset(steps) for ref, steps in self._references.items()}
-                self._removal = self._remover.submit(self._remove, plan, known)
+                self._removal = self._remover.submit(
+                    self._remove_all, plan, known, list(self._known.values()), dict(self._metrics),
+                    self._folded(),
+                )  # fmt: skip
         waiting = (self._known.get((r, s)) for r, s in sorted(self._open.items()))
         return [entry for entry in waiting if entry is not None]
 
     def _plan(self) -> list[StepEntry]:
         return plan_retention(
-            self._known.values(), self._policy, self._metrics, self._pinned, self._references
-        )
+            self._known.values(), self._policy, self._metrics, self._pinned, self._references,
+            self._folded(),
+        )  # fmt: skip
+
+    def _folded(self) -> list[StepRef]:
+        """What is pinned without being complete: where there is a log, it is had by deltas."""
+        if self._logged is None:
+            timelines = {log_directory(ref.timeline) for ref, _ in self._known}
+            self._logged = any(any(self._run.backend.list(name)) for name in timelines)
+        complete = _complete(self._known.values())
+        return [ref for ref in self._pinned if ref not in complete] if self._logged else []
+
+    def _remove_all(
+        self, plan: list[StepEntry], references: References, entries: list[StepEntry],
+        metrics: Mapping[StepRef, float], folded: Collection[StepRef],
+    ) -> tuple[list[StepEntry], StoreError | None]:  # fmt: skip
+        """Remove the steps of a plan, and this rank's segments of the log that nobody needs then:
+        never its newest, which may be the one that is being written."""
+        gone, failure = self._remove(plan, references)
+        try:
+            for timeline in {entry.ref.timeline for entry in plan}:
+                mine = [entry for entry in entries if entry.ref.timeline == timeline]
+                segments = older_segments(self._run.backend, self._run.id, timeline, self._rank)
+                for segment in plan_segments(mine, segments, self._policy, metrics, folded):
+                    self._run.backend.delete(segment.name)
+        except StoreError as error:
+            failure = failure or error
+        return gone, failure
 
     def _remove(
         self, plan: list[StepEntry], references: References

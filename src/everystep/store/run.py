@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -16,14 +17,11 @@ from msgspec import Struct
 from everystep.errors import Damaged, Missing, NotARun, NothingToRestore, StoreFailed
 from everystep.store import format as fmt
 from everystep.store.backend import Backend, Entry
-from everystep.store.format import (
-    PartName,
-    RankRecord,
-    RunRecord,
-    SessionRecord,
-    TimelineRecord,
-)
+from everystep.store.entries import LogEntry, step_entries
+from everystep.store.entries import StepEntry as StepEntry
+from everystep.store.format import RankRecord, RunRecord, SessionRecord, TimelineRecord
 from everystep.store.local import LocalBackend, exists
+from everystep.store.logformat import parse_log_path
 from everystep.store.measured import parse_name
 from everystep.store.records import (
     identity_from_sessions,
@@ -34,6 +32,7 @@ from everystep.store.records import (
     write_record,
 )
 from everystep.store.references import leftovers, needed_places
+from everystep.store.segments import Scanned, scan
 from everystep.store.wellformed import require_wellformed
 from everystep.types import MAIN, StepRef, is_timeline
 
@@ -43,46 +42,6 @@ SET_ASIDE = "damaged"
 """Where files of a step that failed its proof are moved, below the run."""
 
 _Record = TypeVar("_Record", TimelineRecord, SessionRecord)
-
-
-class StepEntry(Struct, frozen=True, kw_only=True):
-    """What the names of files say about one writing of one step."""
-
-    ref: StepRef
-    session: int
-    world_size: int
-    parts: tuple[PartName, ...]
-    """The ranks whose record is there, in order."""
-    nbytes: int
-    """Of all files, records included."""
-
-    @property
-    def complete(self) -> bool:
-        """Every rank's part is there, and their replicas agree."""
-        return len(self.parts) == self.world_size and not self.diverged
-
-    @property
-    def diverged(self) -> bool:
-        """Ranks hold different bits of what they must hold alike."""
-        return len({part.replica for part in self.parts}) > 1
-
-    @property
-    def whole(self) -> bool:
-        """It is complete, or would be if its replicas agreed: what crashes leave is not."""
-        return self.complete or self.diverged
-
-    @property
-    def missing_ranks(self) -> list[int]:
-        """The ranks whose record is not there."""
-        there = {part.rank for part in self.parts}
-        return [rank for rank in range(self.world_size) if rank not in there]
-
-    @property
-    def missing(self) -> str:
-        """The ranks whose record is not there, for a message: `1, 2 and 40 more`."""
-        ranks = self.missing_ranks
-        more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-        return ", ".join(map(str, ranks[:8])) + more
 
 
 class Listing(Struct, frozen=True, kw_only=True):
@@ -97,6 +56,8 @@ class Listing(Struct, frozen=True, kw_only=True):
     """(step, stem) of parts that have data files and no record: being written, or given up."""
     strangers: tuple[str, ...] = ()
     """Names that are not ours, and temporary files."""
+    logs: tuple[LogEntry, ...] = ()
+    """By timeline, session, rank and number."""
     damages: tuple[Damaged, ...] = ()
     """Records of timelines and sessions that cannot be read."""
 
@@ -106,7 +67,8 @@ class Listing(Struct, frozen=True, kw_only=True):
 
     def current_timeline(self) -> str:
         """The one that the newest session writes; seen by its steps if its record is damaged."""
-        by_session = {entry.session: entry.ref.timeline for entry in self.steps}
+        by_session = {log.segment.session: log.segment.timeline for log in self.logs}
+        by_session |= {entry.session: entry.ref.timeline for entry in self.steps}
         by_session |= {session.session: session.timeline for session in self.sessions}
         return by_session[max(by_session)] if by_session else MAIN
 
@@ -144,6 +106,7 @@ class Run:
         self.backend = backend
         self.id = record.run
         self._records: dict[str, Struct] = {}
+        self._scans: dict[tuple[str, int], Scanned] = {}
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> Run:
@@ -213,6 +176,7 @@ class Run:
         sessions: list[SessionRecord] = []
         strangers: list[str] = []
         damages: list[Damaged] = []
+        logs: list[LogEntry] = []
         for entry in self.backend.list(""):
             name = entry.name
             place = fmt.parse_step_path(name)
@@ -224,20 +188,24 @@ class Run:
                     timelines[timeline.name] = timeline
                 elif fmt.parse_session_file(name) is not None:
                     sessions.append(self._cached(name, read_session))
+                elif (segment := parse_log_path(name)) is not None:
+                    logs.append(LogEntry(segment, entry.nbytes))
                 elif not _is_known(name):
                     strangers.append(name)
             except Damaged as damage:
                 damages.append(damage)
-        for used in {ref.timeline for ref in files} | {session.timeline for session in sessions}:
+        used_by_any = {ref.timeline for ref in files} | {log.segment.timeline for log in logs}
+        for used in used_by_any | {session.timeline for session in sessions}:
             if used not in timelines:  # its record is lost; its name says the same
                 timelines[used] = fmt.timeline_from_name(used)
-        found = [_entries(ref, entries) for ref, entries in files.items()]
+        found = [step_entries(ref, entries) for ref, entries in files.items()]
         return Listing(
             steps=tuple(sorted((e for f in found for e in f[0]), key=lambda e: (e.ref, e.session))),
             loose=tuple(sorted(part for f in found for part in f[1])),
             timelines=timelines,
             sessions=tuple(sorted(sessions, key=lambda session: session.session)),
             strangers=tuple(sorted(strangers)),
+            logs=tuple(sorted(logs)),
             damages=tuple(damages),
         )
 
@@ -247,9 +215,25 @@ class Run:
             self._records[name] = read(self.backend, name, self.id)
         return self._records[name]  # type: ignore[return-value]
 
+    def segments(self, listing: Listing) -> list[Scanned]:
+        """What the heads in all segments of the log say; each is read when it has grown.
+
+        Raises:
+            StoreError: the store did not answer, or a newer version has written one.
+        """
+        found = []
+        for log in listing.logs:
+            key = log.segment.name, log.nbytes
+            with contextlib.suppress(Missing):  # removed meanwhile
+                if key not in self._scans:
+                    self._scans[key] = scan(self.backend, log.segment.name, self.id)
+                found.append(self._scans[key])
+        self._scans = {(s.segment.name, s.nbytes): s for s in found}
+        return found
+
     def entries(self, ref: StepRef) -> list[StepEntry]:
         """What is there of one step, without a scan of the run."""
-        return _entries(ref, list(self.backend.list(fmt.step_directory(ref))))[0]
+        return step_entries(ref, list(self.backend.list(fmt.step_directory(ref))))[0]
 
     def record(self, entry: StepEntry, rank: int) -> RankRecord:
         """Read one rank's record of a step.
@@ -313,6 +297,7 @@ class Run:
         for ref, stem in leftovers(self, listing):
             self.delete_part(ref, stem)
         numbers = [fmt.parse_session_file(e.name) or 0 for e in self.backend.list("sessions")]
+        numbers += [log.segment.session for log in listing.logs]
         last = max([0, *numbers, *(entry.session for entry in listing.steps)])
         if last >= fmt.LAST_SESSION:
             raise StoreFailed("there are no more session numbers", found=last)
@@ -342,37 +327,6 @@ class Run:
             versions=versions,
         )
         write_record(self.backend, fmt.session_file(number), session)
-
-
-def _entries(ref: StepRef, files: list[Entry]) -> tuple[list[StepEntry], list[tuple[StepRef, str]]]:
-    """One step's files as entries, and the stems of parts that have no record."""
-    parts: dict[tuple[int, int], list[PartName]] = {}
-    nbytes: dict[str, int] = {}
-    stems: set[str] = set()
-    for name, length in files:
-        file = name.rsplit("/", 1)[1]
-        owner = fmt.owner_of(file)
-        if owner is None:
-            continue
-        stems.add(owner)
-        session = owner.split("-")[0]
-        nbytes[session] = nbytes.get(session, 0) + length
-        marker = fmt.parse_marker(file)
-        if marker is not None:
-            parts.setdefault((marker.session, marker.world_size), []).append(marker)
-            stems.discard(owner)
-    with_record = {part.stem for found in parts.values() for part in found}
-    entries = [
-        StepEntry(
-            ref=ref,
-            session=session,
-            world_size=world_size,
-            parts=tuple(sorted(found, key=lambda part: part.rank)),
-            nbytes=nbytes[f"s{session:06d}"],
-        )
-        for (session, world_size), found in parts.items()
-    ]
-    return entries, [(ref, stem) for stem in sorted(stems - with_record)]
 
 
 def _is_known(name: str) -> bool:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
 
-from everystep.errors import Damaged, EverystepError, StoreError
+from everystep.errors import Damaged, EverystepError, Missing, StoreError
 from everystep.store import format as fmt
+from everystep.store.chains import Excluded, plan_chains
 from everystep.store.format import RankRecord, RunRecord
 from everystep.store.reading import StepReader, Stretch, locate
 from everystep.store.records import read_record
 from everystep.store.run import Listing, Run, StepEntry, is_set_aside
+from everystep.store.segments import Scanned, check_head, is_cut_off, last_step, read, scan
 from everystep.store.wellformed import torn_shards
 from everystep.types import StepRef, spoken
 
@@ -51,6 +53,7 @@ def verify_run(
         yield _finding(run, damage)
     for entry in listing.steps:
         yield from verify_step(run, entry, progress, proved)
+    yield from verify_logs(run, listing, progress)
     for ref, stem in listing.loose:
         yield Finding(
             level="note", what="data without a record: being written, or given up",
@@ -156,6 +159,95 @@ def _unnamed_files(run: Run, entry: StepEntry, records: dict[int, RankRecord]) -
             if name.rsplit("/", 1)[1] not in known:
                 what = "no record names this file"
                 yield Finding(level="note", what=what, path=name, step=entry.ref, rank=rank)
+
+
+def verify_logs(
+    run: Run, listing: Listing, progress: Callable[[int], None] | None = None
+) -> Iterator[Finding]:
+    """Check every record of the log, and name the steps that damage costs.
+
+    What an append leaves that was cut off is a note: nothing of it had been durable.
+
+    Args:
+        progress: called with the number of bytes just read.
+    """
+    scans: list[Scanned] = []
+    spoilt: set[tuple[str, int]] = set()  # records, by segment and offset
+    ends: list[Damaged] = []  # where damage, and no append that was cut off, ends a segment
+    for log in listing.logs:
+        rank = log.segment.rank
+        try:
+            scanned = scan(run.backend, log.segment.name, run.id)
+            cut_off = is_cut_off(run.backend, scanned)
+        except Missing:
+            continue  # removed meanwhile
+        except StoreError as error:
+            yield _finding(run, error, rank=rank)
+            continue
+        scans.append(scanned)
+        if scanned.torn is not None and (cut_off or scanned.sealed):
+            what = "the end of an append that was cut off" if cut_off else "nothing is lost by it"
+            yield Finding(
+                level="note", what=f"{scanned.torn.message}: {what}", path=log.segment.name,
+                at=scanned.torn.at, rank=rank,
+            )  # fmt: skip
+        elif scanned.torn is not None:
+            ends.append(scanned.torn)
+            lost = StepRef(log.segment.timeline, last_step(scanned) + 1)  # and what follows
+            yield _finding(run, scanned.torn, lost, rank)
+        yield from _verify_records(run, scanned, spoilt, progress)
+    yield from _verify_chains(listing, scans, spoilt, ends)
+
+
+def _verify_records(
+    run: Run,
+    scanned: Scanned,
+    spoilt: set[tuple[str, int]],
+    progress: Callable[[int], None] | None,
+) -> Iterator[Finding]:
+    """Read each delta of a segment, and its head, which the index of a sealed one repeats."""
+    segment = scanned.segment
+    for found in scanned.records:
+        ref = StepRef(segment.timeline, found.step)
+        try:
+            data = read(run.backend, segment.name, found)
+        except StoreError as error:
+            spoilt.add((segment.name, found.offset))
+            yield _finding(run, error, ref, segment.rank)
+            continue
+        if progress is not None:
+            progress(len(data))
+        try:
+            check_head(run.backend, segment.name, found)
+        except StoreError as error:
+            what = f"{error.message}; the end of the segment repeats it, and nothing is lost"
+            yield Finding(
+                level="note", what=what, path=segment.name, at=error.at, step=ref, rank=segment.rank
+            )
+
+
+def _verify_chains(
+    listing: Listing,
+    scans: Sequence[Scanned],
+    spoilt: Collection[tuple[str, int]],
+    ends: Sequence[Damaged],
+) -> Iterator[Finding]:
+    """Name the steps of which there are deltas, and which cannot be had."""
+    known: set[tuple[StepRef, int]] = set()
+    for timeline in sorted(listing.timelines):
+        chains = plan_chains(listing, scans, timeline, Excluded(deltas=spoilt))
+        first = chains.refs[0].step if chains.refs else None
+        for gap in chains.gaps:
+            if (gap.ref, gap.last) in known or (first is not None and gap.last < first):
+                continue  # the full checkpoint before these deltas is gone, as retention has it
+            known.add((gap.ref, gap.last))
+            damaged = gap.unfit or any(gap.damage is damage for damage in ends)
+            until = f", and those to step {gap.last}," if gap.last > gap.ref.step else ""
+            yield Finding(
+                level="damage" if damaged else "note",
+                what=f"the step{until} cannot be had by deltas: {gap.what}",
+                step=gap.ref,
+            )
 
 
 def _finding(

@@ -6,8 +6,10 @@ everything that reads a record further on may rely on.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from everystep.errors import Damaged
 from everystep.store import format as fmt
@@ -17,6 +19,9 @@ from everystep.types import Shard, StepRef, TensorSpec
 MAX_DIMENSIONS = 64
 MAX_LENGTH = (1 << 63) - 1
 """torch's own limits."""
+
+_REMEMBERED = 1 << 16
+"""Descriptions that have been looked at; a run has the same ones at every step."""
 
 _PLACEMENT = re.compile(r"R|S\(([0-9]{1,2})\)")
 
@@ -47,15 +52,16 @@ def complaints(record: RankRecord, stem: str) -> Iterator[str]:
         stem: what the names of all files of its part begin with.
     """
     yield from _wrong_in_files(record, stem)
-    specs = {tensor.spec.key: tensor.spec for tensor in record.tensors}
-    if len(specs) != len(record.tensors):
-        yield "it describes a tensor twice"
-    for spec in specs.values():
-        problem = _wrong_in_spec(spec)
+    elements: dict[str, int] = {}
+    for tensor in record.tensors:
+        spec = tensor.spec
+        elements[spec.key], problem = checked(spec)
         if problem is not None:
             yield f"{spec.key[:200]}: {problem}"
+    if len(elements) != len(record.tensors):
+        yield "it describes a tensor twice"
     for stored in record.pieces:
-        problem = _wrong_in_piece(stored, specs, len(record.files))
+        problem = _wrong_in_piece(stored, elements, len(record.files))
         if problem is not None:
             yield f"{stored.piece.key[:200]}: {problem}"
 
@@ -91,17 +97,31 @@ def _wrong_in_reference(record: RankRecord, stem: str, file: DataFile, step: Ste
 
 
 def _wrong_in_piece(
-    stored: StoredPiece, specs: Mapping[str, TensorSpec], file_count: int
+    stored: StoredPiece, elements: Mapping[str, int], file_count: int
 ) -> str | None:
     piece = stored.piece
-    if piece.key not in specs:
+    whole = elements.get(piece.key)
+    if whole is None:
         return "stored, and not described"
-    elements = specs[piece.key].elements
-    if not 0 <= piece.start <= piece.stop <= elements:
-        return f"elements {piece.start} to {piece.stop} of {elements} are stored"
+    if not 0 <= piece.start <= piece.stop <= whole:
+        return f"elements {piece.start} to {piece.stop} of {whole} are stored"
     if not 0 <= stored.file < file_count:
         return f"stored in file {stored.file} of {file_count}"
     return None
+
+
+class Checked(NamedTuple):
+    """What a look at the description of a tensor has shown."""
+
+    elements: int
+    problem: str | None
+    """What is wrong with it, in words."""
+
+
+@functools.lru_cache(_REMEMBERED)
+def checked(spec: TensorSpec) -> Checked:
+    """Look at a description, once where it comes again. Pure."""
+    return Checked(spec.elements, _wrong_in_spec(spec))
 
 
 def _wrong_in_spec(spec: TensorSpec) -> str | None:

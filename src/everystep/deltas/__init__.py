@@ -1,0 +1,1 @@
+"""What one step changed: exact encodings of gradients, and who makes them sparse."""

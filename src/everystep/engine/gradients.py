@@ -1,0 +1,369 @@
+"""What optimizers consume, seen at the moment at which they do."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from everystep.deltas.delta import Coded, Form, Parameter
+from everystep.deltas.encodings import encode, encode_known
+from everystep.deltas.hooks import known_now
+from everystep.deltas.known import Known
+from everystep.engine.capture import versions_of
+from everystep.engine.device import Device
+from everystep.state import raw
+from everystep.state.optimizers import ELEMENTWISE, capture_options, is_zero
+from everystep.state.shards import is_dtensor, shard_of
+from everystep.state.tree import Encoder, Held
+from everystep.state.watch import same_objects
+from everystep.types import Json, join_key
+
+ABSENT = Coded(Form.ABSENT, "", 0, np.empty(0, np.uint8), np.empty(0, np.uint8))
+
+_LOOKED_AT = 64
+"""Elements of a gradient, to see whether an optimizer writes it."""
+
+_params = operator.itemgetter("params")
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Its parameters, group after group."""
+    return list(chain.from_iterable(map(_params, optimizer.param_groups)))
+
+
+@dataclass
+class Taken:
+    """One call of an optimizer's `step()`, as it begins."""
+
+    optimizer: str
+    gradients: list[torch.Tensor | None]
+    """Local parts where sharded."""
+    versions: list[int]
+    """Of those that are there, in order."""
+    known: dict[int, Known]
+    """By position, what a compression hook knew of the gradient as it is now."""
+    lasting: bool
+    """Whether the gradients stay as they are when training goes on: twice already it made new ones
+    (`zero_grad` sets them to None), nobody has written old ones, and they have memory of their
+    own."""
+    options: Json | None = None
+    tensors: list[Held] = field(default_factory=list)
+    """In the options."""
+    scale: Json | None = None
+    coded: Future[list[Coded]] | None = None
+
+
+class Apart(Encoder):
+    """Holds tensors of an update's options under keys that no state has, as they are now."""
+
+    def __init__(self, update: int) -> None:
+        super().__init__()
+        self._prefix = join_key("updates", str(update))
+
+    def tensor(self, value: torch.Tensor, key: str, *, replicated: bool = False) -> str:
+        """As in `Encoder`; copied."""
+        return super().tensor(value.detach().clone(), self._prefix + key)
+
+
+class Options:
+    """The hyperparameters of one optimizer, and whether they have changed."""
+
+    def __init__(self, name: str, optimizer: Optimizer) -> None:
+        self._name, self._optimizer = name, optimizer
+        self._values: list[dict[str, Any]] = []
+
+    def changed(self, encoder: Encoder) -> Json | None:
+        """A list of every group's options as in the tree of a full checkpoint; None: they are as
+        they were when this was asked last."""
+        groups = self._optimizer.param_groups
+        values = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        plain = not any(
+            isinstance(v, torch.Tensor | list | dict) for g in values for v in g.values()
+        )
+        if plain and values == self._values:
+            return None
+        self._values = values if plain else []
+        return [
+            capture_options(self._name, index, group, encoder) for index, group in enumerate(groups)
+        ]
+
+
+class Source:
+    """One optimizer whose gradients are recorded.
+
+    Args:
+        take: called in the training thread with each call of `step()`, before it.
+        done: called after it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        optimizer: Optimizer,
+        take: Callable[[Source, str | None], None],
+        done: Callable[[Source], None],
+    ) -> None:
+        self.name, self.optimizer = name, optimizer
+        self.parameters = parameters_of(optimizer)
+        self.options = Options(name, optimizer)
+        self._take, self._done = take, done
+        self._last: list[weakref.ref[torch.Tensor] | None] = []
+        self._last_versions: list[int] = []
+        self._sample: tuple[torch.Tensor, int] | None = None
+        self._looks: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._replaced = 0
+        self._distrusted = False
+        self._depth = 0
+        self._versions: list[int] = []
+        self._places: list[int] = []
+        self.note()
+        self._handles = [
+            optimizer.register_step_pre_hook(self._pre),
+            optimizer.register_step_post_hook(self._post),
+        ]
+        for hook in (Source._pre, Source._post):
+            # what torch.compiler.disable sets, without importing the compiler
+            setattr(hook, "_torchdynamo_disable", True)  # noqa: B010
+
+    def _pre(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth += 1
+        if self._depth > 1:  # a subclass calls the step() that it overrides
+            return
+        problem = None
+        given = [*args[1:], *kwargs.values()]  # the first is the optimizer
+        if any(thing is not None for thing in given):
+            problem = "step() was given a closure, which computes other gradients"
+        elif not self._is_last():
+            problem = "a hook that was registered later may have changed the gradients"
+        elif not self.same_parameters():
+            problem = "the optimizer has got other parameters"
+        self._take(self, problem)
+
+    def _post(self, *_: object) -> None:
+        self._depth = max(0, self._depth - 1)
+        if not self._depth:
+            self._look_again()
+            self._done(self)
+
+    def _is_last(self) -> bool:
+        hooks: Any = self.optimizer._optimizer_step_pre_hooks
+        return bool(next(reversed(hooks)) == self._handles[0].id)
+
+    def come_last(self) -> None:
+        """Have our hook called after all others. Not while hooks are being called."""
+        hooks: Any = self.optimizer._optimizer_step_pre_hooks
+        if not self._is_last():
+            hooks.move_to_end(self._handles[0].id)
+
+    def unfinished(self) -> str | None:
+        """Which call of `step()` has not come to its end, in words; it is forgotten."""
+        depth, self._depth = self._depth, 0
+        return f"step() of {self.name} failed" if depth else None
+
+    def same_parameters(self) -> bool:
+        """Whether the optimizer updates the parameters that it did."""
+        now = parameters_of(self.optimizer)
+        return len(now) == len(self.parameters) and same_objects(now, self.parameters)
+
+    def renew(self) -> None:
+        """It updates other parameters from now on."""
+        self.parameters = parameters_of(self.optimizer)
+        self._last, self._last_versions, self._replaced = [], [], 0
+        self.note()
+
+    def taken(self) -> Taken:
+        """The gradients of all parameters, and what is known of some of them."""
+        whole = [parameter.grad for parameter in self.parameters]
+        scale = self.scale()
+        lasting = self._lasting(whole) and scale is None  # fused kernels unscale in place
+        told, known = known_now(), {}
+        for position, (parameter, gradient) in enumerate(zip(self.parameters, whole, strict=True)):
+            found = told.get(parameter) if told else None  # type: ignore[call-overload]
+            if found is None or gradient is None or found.version != gradient._version:
+                continue
+            if lasting:
+                known[position] = found
+            elif found.holds(gradient):  # a write through .data is seen in the values alone
+                values = torch.take(gradient.detach(), found.indices.long())
+                known[position] = found._replace(values=values)
+        local = [None if grad is None else _local(grad) for grad in whole]
+        versions = versions_of(grad for grad in local if grad is not None)
+        return Taken(self.name, local, versions, known, lasting, scale=scale)
+
+    def _lasting(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        last = [None if ref is None else ref() for ref in self._last]
+        again = any(a is not None and a is b for a, b in zip(last, gradients, strict=False))
+        self._replaced = 0 if again or not last else self._replaced + 1
+        self._last = [None if grad is None else weakref.ref(grad) for grad in gradients]
+        self._last_versions = [-1 if grad is None else grad._version for grad in gradients]
+        if self._sample is not None and self._sample[0]._version != self._sample[1]:
+            self._distrusted = True
+        stay = self._replaced >= 2 and not self._distrusted
+        present = [grad for grad in gradients if grad is not None]
+        self._sample, self._looks = None, []
+        if present and not stay:  # the others are gone when this is looked at
+            least = min(present, key=torch.Tensor.numel)
+            self._sample = least, least._version
+            self._looks = [(grad, _look(grad)) for grad in map(_local, present)]
+        return stay and all(map(_owns, present))
+
+    def _look_again(self) -> None:
+        """Whether the optimizer itself writes gradients, be it through `.data`."""
+        looks, self._looks = self._looks, []
+        if not all(torch.equal(_look(gradient), before) for gradient, before in looks):
+            self._distrusted = True
+
+    def used_gradients_written(self) -> bool:
+        """Whether gradients were written after the optimizer had used them, as the backward pass
+        of another model's loss does: they are copied from now on."""
+        for ref, version in zip(self._last, self._last_versions, strict=True):
+            gradient = None if ref is None else ref()
+            if gradient is not None and gradient._version != version:
+                self._distrusted = True
+                return True
+        return False
+
+    def distrust(self) -> None:
+        """Gradients do not stay as they are: copy them from now on."""
+        self._distrusted = True
+
+    def note(self) -> bool:
+        """Whatever was written until now is accounted for.
+
+        Returns:
+            Whether parameters have been given other memory since.
+        """
+        before, self._places = self._places, _places(self.parameters)
+        self._versions = versions_of(self.parameters)
+        return before != self._places
+
+    def written_beside(self) -> str | None:
+        """Which parameter was written, or given other memory, since, in words; writes through
+        `.data` are not seen."""
+        now = versions_of(self.parameters)
+        places = _places(self.parameters)
+        if now == self._versions and places == self._places:
+            return None
+        before = zip(self._versions, self._places, strict=True)
+        pairs = zip(zip(now, places, strict=True), before, strict=False)
+        position = next((n for n, (one, other) in enumerate(pairs) if one != other), len(now))
+        return f"parameter {position} of {self.name} was changed outside of the optimizer"
+
+    def scale(self) -> Json | None:
+        """What a gradient scaler has left for a fused kernel: float32 bits."""
+        found = [getattr(self.optimizer, name, None) for name in ("grad_scale", "found_inf")]
+        if all(value is None for value in found):
+            return None
+        return [None if value is None else _bits(value) for value in found]
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def _places(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The addresses of (local) tensors."""
+    return [getattr(tensor, "_local_tensor", tensor).data_ptr() for tensor in tensors]
+
+
+def unrepeatable(optimizer: Optimizer) -> str | None:
+    """Why what an optimizer does cannot be done again from its gradients; None: nothing is known
+    that speaks against it."""
+    if is_zero(optimizer):
+        return "a ZeroRedundancyOptimizer"
+    if type(optimizer) not in ELEMENTWISE and any(map(is_dtensor, parameters_of(optimizer))):
+        return "it may compute with whole parameters, of which this rank has a shard"
+    if type(optimizer) is torch.optim.SGD and any(
+        group["fused"] and group["momentum"] and _has_bfloat16(group["params"])
+        for group in optimizer.param_groups
+    ):  # docs/exactness.md
+        return "torch's fused SGD with momentum computes with what lies behind a bfloat16 buffer"
+    return None
+
+
+def _has_bfloat16(tensors: Iterable[torch.Tensor]) -> bool:
+    return any(tensor.dtype == torch.bfloat16 for tensor in tensors)
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    if type(gradient) is torch.Tensor and not gradient.requires_grad:  # as nearly all are
+        return gradient
+    return shard_of(gradient)[0].detach()
+
+
+def _look(gradient: torch.Tensor) -> torch.Tensor:
+    """The bits of some elements."""
+    values = gradient._values() if gradient.layout == torch.sparse_coo else gradient
+    if values.layout != torch.strided:
+        return torch.empty(0)
+    flat = values.detach().reshape(-1)
+    return raw.plain_bits(flat[:: max(1, flat.numel() // _LOOKED_AT)].clone())
+
+
+def _owns(gradient: torch.Tensor) -> bool:
+    if gradient.layout is not torch.strided:
+        return True
+    return bool(gradient.untyped_storage().nbytes() == gradient.nbytes)
+
+
+def _bits(value: torch.Tensor) -> int:
+    return int(value.detach().float().cpu().reshape(1).view(torch.int32)) & 0xFFFFFFFF
+
+
+def code(taken: Taken, parameters: Sequence[Parameter], device: Device | None) -> list[Coded]:
+    """Write down the gradients. Those that are going to stay as they are may be referred to by what
+    is returned, until `unwritten` has looked once more; others are let go of.
+
+    Args:
+        parameters: parallel to the gradients.
+        device: how bytes leave the device, where it is not the host.
+    """
+    coded = []
+    for position, (gradient, one) in enumerate(zip(taken.gradients, parameters, strict=True)):
+        known = taken.known.get(position)
+        if gradient is None:
+            coded.append(ABSENT)
+        elif known is not None and not taken.lasting:
+            places, values = known.indices.cpu(), known.values.cpu()
+            dtype = raw.dtype_name(gradient.dtype)
+            coded.append(encode_known(places, values, dtype, one.start, one.stop))
+        else:
+            # a write through .data leaves no trace but the values themselves
+            sure = known is not None and known.holds(gradient)
+            indices = known.indices.cpu() if known is not None and sure else None
+            host = _on_host(gradient, device)
+            coded.append(encode(host, one.start, one.stop, indices=indices))
+    if not taken.lasting:
+        taken.gradients = []
+        coded = [
+            one._replace(gaps=one.gaps.copy(), values=one.values.copy())
+            if one.form in (Form.DENSE, Form.COO)
+            else one
+            for one in coded
+        ]
+    taken.known = {}
+    return coded
+
+
+def unwritten(taken: Taken) -> bool:
+    """Whether gradients that were to stay as they are have; they are let go of."""
+    present = [gradient for gradient in taken.gradients if gradient is not None]
+    taken.gradients = []
+    return not present or versions_of(present) == taken.versions
+
+
+def _on_host(gradient: torch.Tensor, device: Device | None) -> torch.Tensor:
+    if gradient.device.type == "cpu" or device is None:
+        return gradient
+    with device.reading(gradient):
+        return gradient.cpu()

@@ -1,0 +1,103 @@
+"""What a run with deltas has measured of itself: the figures of the cost model, and which steps can
+be had."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+
+from everystep.engine.meter import Cost
+from everystep.planning.intervals import Costs
+
+_REPLAY_BYTES_PER_S = 4e9
+"""Of the state, until a replay was measured."""
+
+_ENOUGH_STEPS = 8
+_KEPT = 64
+
+
+class Pace:
+    """The newest figures."""
+
+    def __init__(self) -> None:
+        self.steps: collections.deque[Cost] = collections.deque(maxlen=_KEPT)
+        self.fulls: collections.deque[tuple[int, float]] = collections.deque(maxlen=8)
+        """(bytes, seconds) of writing one."""
+        self.deltas: collections.deque[int] = collections.deque(maxlen=_KEPT)
+        """Bytes of one."""
+        self.replay_s: float | None = None
+        """One step is read and folded."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a full checkpoint; 0: none was written yet."""
+        return self.fulls[-1][0] if self.fulls else 0
+
+    def costs(self, mtbf_s: float) -> Costs | None:
+        """The figures of the cost model; None: too little is known."""
+        steps, deltas = list(self.steps)[1:], list(self.deltas)
+        if len(steps) < _ENOUGH_STEPS or not self.fulls or not deltas:
+            return None
+        durations = [cost.ended_s - cost.begun_s - cost.stall_s for cost in steps]
+        nbytes = statistics.median(n for n, _ in self.fulls)
+        rate = statistics.median(n / took_s for n, took_s in self.fulls)
+        replay_s = self.replay_s or nbytes / _REPLAY_BYTES_PER_S
+        stalls = [cost.stall_s for cost in steps if not cost.due]
+        full_stalls = [cost.stall_s for cost in steps if cost.due]
+        record_s = statistics.median(stalls) if stalls else 0.0
+        full_s = statistics.median(full_stalls) if full_stalls else record_s
+        return Costs(
+            step_s=max(1e-6, statistics.median(durations)),
+            state_bytes=max(1, int(nbytes)),
+            delta_bytes=max(1, int(statistics.median(deltas))),
+            write_bytes_per_s=rate,
+            replay_s=replay_s,
+            mtbf_s=mtbf_s,
+            load_s=nbytes / rate,
+            record_stall_s=record_s,
+            full_stall_s=max(0.0, full_s - record_s),
+        )
+
+
+class Chain:
+    """Which logged steps can be had from a full that is durable too.
+
+    Args:
+        base: the step whose state is on the store; 0: none.
+    """
+
+    def __init__(self, base: int) -> None:
+        self.base = base or None
+        self._bases = [base] if base else []
+        self._fulls = [base] if base else []
+        self.newest_logged = 0
+        """The newest step whose delta is durable."""
+        self._logged: collections.deque[tuple[int, int]] = collections.deque()
+
+    def begin(self, step: int) -> None:
+        """The chain goes on from the state after this step, once that is stored."""
+        self.base = step
+        self._bases = [*self._bases[-_KEPT:], step]
+
+    def stored(self, step: int) -> None:
+        """The full of a step is durable."""
+        self._fulls = [*self._fulls[-_KEPT:], step]
+
+    def logged(self, step: int, nbytes: int) -> None:
+        """The delta of a step is durable."""
+        self._logged.append((step, nbytes))
+        self.newest_logged = step
+
+    def restorable(self) -> list[tuple[int, int]]:
+        """Steps, and the bytes of their deltas, that can be had and were not told yet."""
+        found = []
+        fulls, bases = self._fulls, self._bases
+        newest = max(fulls, default=0)
+        for _ in range(len(self._logged)):
+            step, nbytes = self._logged.popleft()
+            base = max((base for base in bases if base < step), default=None)
+            if base is not None and any(base <= full <= step for full in fulls):
+                found.append((step, nbytes))
+            elif step > newest:  # its full may yet come
+                self._logged.append((step, nbytes))
+        return found
