@@ -136,14 +136,15 @@ class Staged:
     def step(self, ref: StepRef, metrics: dict[str, Json]) -> None:
         """End a step; see `Checkpointer.step`."""
         entry = self._log.begin(ref.step, self._restored)
+        cost = self._engine.cost
         try:
-            cost = self._engine.step(ref.step, metrics)
+            self._engine.step(ref.step, metrics)
             self._costs.append((cost, entry))
             _take_over(entry, cost)
             entry.durable_lag_steps = self._log.durable_lag(ref.step)
             entry.staged_lag_steps = self._staged_lag(ref.step)
         except StoreError as error:
-            entry.error = error.headline()
+            cost.error = entry.error = error.headline()
             self._outcomes.failed(ref, error)
         self._tell_costs(finished_only=True)
         self.hear()
