@@ -37,6 +37,9 @@ _log = logging.getLogger("everystep")
 _MOST_GAPS = 3
 """So many steps in a row that cannot be written as deltas, and `Full` takes over."""
 
+_MOST_AT_ONCE = 16
+"""Deltas per write that `auto` may choose: what a write costs besides its bytes is not measured."""
+
 _FIRST_FULL_EVERY = 32
 """Until enough is measured to choose."""
 
@@ -220,7 +223,7 @@ class Logged(Staged):
             self._chosen = self._beside.submit(_best, self._choice, costs, self._limits)
 
     def _obey(self) -> None:
-        every, batch = self._choice.full_every, self._choice.batch
+        every, batch = self._choice.full_every, min(self._choice.batch, _MOST_AT_ONCE)
         if self._options.full_every != "auto":
             every = self._options.full_every
         elif self._ranks.world_size > 1:  # ranks choose on their own, and must choose alike
