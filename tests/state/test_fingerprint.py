@@ -7,7 +7,7 @@ import pytest
 import torch
 import xxhash
 
-from everystep.state.fingerprint import Rota, fingerprint, first_difference, turns
+from everystep.state.fingerprint import Rota, fingerprint, first_difference
 
 _SIZES = [0, 1, 63, 64, 65, 1000, 16383, 16384, 16385, 100_003]
 
@@ -23,7 +23,9 @@ def test_a_round_covers_every_element_once(dtype: torch.dtype, first: int) -> No
     seen = [np.zeros(size, int) for size in _SIZES]
     width = torch.empty(0, dtype=dtype).element_size()
     for step in range(first, first + 16):
-        for position, start, stop in zip(*turns(_SIZES, [width] * len(_SIZES), step), strict=True):
+        for position, start, stop in zip(
+            *Rota(_SIZES, [width] * len(_SIZES)).turns(step), strict=True
+        ):
             assert start < stop
             seen[position][start:stop] += 1
     assert all((count == 1).all() for count in seen)
@@ -70,7 +72,7 @@ def test_memory_order_and_lazy_views_do_not_matter() -> None:
 def test_work_is_spread_evenly_over_a_round() -> None:
     elements = [1_000_000, 5, 1_000_000, 5, 16, *[4096] * 160]
     hashed = [int((due.stop - due.start).sum()) for due in (
-        turns(elements, [4] * len(elements), step) for step in range(16)
+        Rota(elements, [4] * len(elements)).turns(step) for step in range(16)
     )]  # fmt: skip
     assert sum(hashed) == sum(elements)
     assert max(hashed) - min(hashed) <= 2 * 16 * 64 + 4096

@@ -227,7 +227,7 @@ def _plan(
             assumed.remove("mtbf_s")
     write_s = (given["state_bytes"] or 0) / (given["write_bytes_per_s"] or 1)
     filled = {k: (write_s if k == "load_s" else 0.0) if v is None else v for k, v in given.items()}
-    costs = Costs(**filled)  # type: ignore[arg-type]
+    costs = Costs(**filled)  # type: ignore[arg-type]  # it checks them itself
     choice = choose(costs, limits, full_every=full_every, batch=batch)
     numbers = {"full_every": full_every, "batch": batch}
     fixed = [name for name, number in numbers.items() if number is not None]

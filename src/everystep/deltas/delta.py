@@ -90,11 +90,6 @@ class Layout(Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
-def is_left_out(layout: Layout, key: str) -> bool:
-    """Whether deltas of this layout do not hold a key."""
-    return any(key.startswith(prefix) for prefix in layout.left_out)
-
-
 class Update(NamedTuple):
     """One call of an optimizer's `step()`."""
 

@@ -58,7 +58,7 @@ def compress(model: nn.Module, compressor: Compressor) -> CompressionHook:
         raise UsageError(f"compress(): {compressor!r} is not a compressor")
     bare: nn.Module = model
     while isinstance(getattr(bare, "_orig_mod", None), nn.Module):
-        bare = bare._orig_mod  # type: ignore[assignment]
+        bare = bare._orig_mod  # type: ignore[assignment]  # a Module, as just seen
     ddp = bare if isinstance(bare, DistributedDataParallel) else None
     inside = [name for name, m in bare.named_modules() if isinstance(m, DistributedDataParallel)]
     if ddp is None and inside:
@@ -88,7 +88,7 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))
-        found[name] = parameter  # type: ignore[assignment]
+        found[name] = parameter  # type: ignore[assignment]  # `names` says Tensor
         if not parameter.requires_grad:
             continue
         if isinstance(parameter, DTensor):

@@ -69,20 +69,6 @@ class Rota:
         return Turns(position[there], start[there], stop[there])
 
 
-def turns(
-    elements: Sequence[int], item_bytes: Sequence[int], step: int, slices: int = SLICES
-) -> Turns:
-    """What is hashed after one step.
-
-    Args:
-        elements: how many each tensor has.
-        item_bytes: of one element of each tensor.
-        step: which one.
-        slices: steps in a round.
-    """
-    return Rota(elements, item_bytes, slices).turns(step)
-
-
 def fingerprint(
     tensors: Sequence[torch.Tensor], step: int, slices: int = SLICES, rota: Rota | None = None
 ) -> npt.NDArray[np.uint64]:
