@@ -42,7 +42,7 @@ class Asked:
             "--dir", type=Path, default=Path("."), help="on which disk (default: .)"
         )
         parser.add_argument(
-            "--runs", type=int, help="how many (default: 7, quick: 3; steps: 5 or more)"
+            "--runs", type=int, help="how many (default: 5, quick: 3; steps: 5 or more)"
         )
         parser.add_argument("--only", help=f"some of: {','.join(parts)}")
         options = parser.parse_args()
@@ -55,7 +55,7 @@ class Asked:
             quick=options.quick,
             as_json=options.json,
             directory=options.dir,
-            runs=options.runs or (3 if options.quick else 7),
+            runs=options.runs or (3 if options.quick else 5),
         )
 
     def run(self) -> None:

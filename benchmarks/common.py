@@ -17,7 +17,7 @@ import torch
 
 CHUNK_BYTES = 16 << 20
 MIB = 1 << 20
-SETTLE_S = 3.0
+SETTLE_S = 1.0
 HOME = Path(__file__).resolve().parent.parent
 """From where `python -m benchmarks.NAME` finds itself."""
 
@@ -60,7 +60,7 @@ class Setting:
     @property
     def others_s(self) -> tuple[float, ...]:
         """More T, for the picture."""
-        return () if self.quick else (0.5, 1.0)
+        return () if self.quick else (1.0,)
 
 
 def make_state(quick: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -10,44 +10,33 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import everystep
-from benchmarks.common import HOME, Setting, cpu_s
+from benchmarks.common import Setting
 from benchmarks.delta_sets import DENSITY
 from benchmarks.figures import Figure, median_of
 from benchmarks.loop import Everystep, Nothing, Subject
 from benchmarks.peers import DcpAsyncSave, TorchSave
-from benchmarks.small_job import RANKS, TIMEOUT_S, WARM_STEPS, Job
+from benchmarks.small_job import NONE, RANKS, Job, Loops, kept, measure_loop, run_ranks
 from everystep.deltas.hooks import CompressionHook
 
-NONE, OURS = "none", "a delta of every step"
+BATCH = 4
+"""Sequences of 64 tokens per rank and step. Only the other ways' figures may set it."""
+
+OURS = "a delta of every step"
 OTHERS = {
     "pairs": "torch.save of the pairs, fsync",
     "full": "torch.save of the full state, rank 0",
     "dcp": "DCP async_save of the full state, rank 0",
 }
 """Other ways, each at every step; they take turns."""
-
-
-@dataclass
-class Loops:
-    """What one rank has measured of one way: one number per loop."""
-
-    walls: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-    """Seconds, until all that was to become durable was."""
-    stolen: list[float] = field(default_factory=list)
-    """Share of the machine's CPU time."""
-    rounds: list[int] = field(default_factory=list)
 
 
 class Pairs:
@@ -85,7 +74,7 @@ class Rank:
 
     def __init__(self, directory: Path, rank: int, steps: int) -> None:
         self._directory, self._rank, self._steps = directory, rank, steps
-        self._job = Job()
+        self._job = Job(BATCH)
         topk = everystep.compressors.TopK(density=DENSITY)
         self._hook = everystep.compress(self._job.model, topk)
         self.loops = {name: Loops() for name in [NONE, OURS, *OTHERS]}
@@ -98,36 +87,17 @@ class Rank:
         rank_place = self._directory / f"{name}-{number}-{self._rank}"
         subject = self._subject(name, place, rank_place)
         try:
-            for _ in range(WARM_STEPS):
-                self._step(subject)
-            subject.finish()
-            dist.barrier()
-            cpu_before_s, stolen_before, begun_s = cpu_s(), _stolen(), time.perf_counter()
-            for _ in range(self._steps):
-                self._step(subject)
-            wall_s = time.perf_counter() - begun_s
-            stolen = [now - before for now, before in zip(_stolen(), stolen_before, strict=True)]
-            subject.finish()
-            used_s = cpu_s() - cpu_before_s
+            measure_loop(self._job, subject, self._steps, self.loops[name], number)
             if isinstance(subject, Everystep):
                 stats = subject.ck.stats[-self._steps :]
                 self.durable.append(sum(one.durable for one in stats) / len(stats))
                 self.stalls += [one.stall_s for one in stats]
         finally:
             subject.close()
-        loops = self.loops[name]
-        loops.walls.append(wall_s)
-        loops.cpu.append(used_s)
-        loops.stolen.append(stolen[0] / max(1, stolen[1]))
-        loops.rounds.append(number)
         dist.barrier()
         for path in (place, rank_place):
             if path.exists() and (path == rank_place or self._rank == 0):
                 shutil.rmtree(path)
-
-    def _step(self, subject: Subject) -> None:
-        self._job.step()
-        subject.step()
 
     def _subject(self, name: str, place: Path, rank_place: Path) -> Subject:
         model, optimizer = self._job.model, self._job.optimizer
@@ -141,12 +111,6 @@ class Rank:
             return Nothing()
         kind: Callable[..., Subject] = TorchSave if name == "full" else DcpAsyncSave
         return kind(place, model, optimizer)
-
-
-def _stolen() -> tuple[int, int]:
-    """CPU time that was stolen from this machine, and all of it, in ticks since its start."""
-    numbers = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
-    return numbers[7], sum(numbers)
 
 
 def work(directory: Path, rank: int, rounds: int, steps: int) -> None:
@@ -172,22 +136,8 @@ def work(directory: Path, rank: int, rounds: int, steps: int) -> None:
 
 def measure_job(setting: Setting) -> list[Figure]:
     """Start the ranks, wait, and put together what they found."""
-    place = setting.directory / "job"
-    place.mkdir()
     rounds, steps = (len(OTHERS), 5) if setting.quick else (2 * len(OTHERS), 10)
-    command = [sys.executable, "-m", "benchmarks.delta_job", str(place)]
-    words = [[str(rank), str(rounds), str(steps)] for rank in range(RANKS)]
-    ranks = [subprocess.Popen([*command, *its], cwd=HOME) for its in words]
-    try:
-        for rank in ranks:
-            if rank.wait(TIMEOUT_S):
-                raise ChildProcessError(f"a rank ended with status {rank.returncode}")
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    found = [json.loads((place / f"found-{rank}.json").read_text()) for rank in range(RANKS)]
-    shutil.rmtree(place)
+    found = run_ranks("benchmarks.delta_job", setting.directory / "job", rounds, steps)
     return _figures(found, steps)
 
 
@@ -201,8 +151,7 @@ def _figures(found: list[dict[str, object]], steps: int) -> list[Figure]:
     ]
     for name, told in {OURS: OURS, **OTHERS}.items():
         loops = first[name]
-        walls = zip(loops.rounds, loops.walls, strict=True)
-        ratios = [bare.walls[number] / wall for number, wall in walls]
+        ratios = kept(first, name)
         reach = 0.97 if name == OURS else None
         used = [
             sum(rank[name].cpu[i] - rank[NONE].cpu[number] for rank in each) / steps

@@ -1,6 +1,6 @@
 """Restore from the agent's memory after the trainer was killed, beside the same files cold.
 
-A child trains three steps and is killed (SIGKILL); this process, with its objects at hand, is the
+A child trains a step and is killed (SIGKILL); this process, with its objects at hand, is the
 restart. Once it comes when the agent has made all durable, as after a restart that takes seconds;
 and once at the instant of the kill, when `restore` also waits until the agent has written what it
 holds.
@@ -8,6 +8,7 @@ holds.
 
 from __future__ import annotations
 
+import mmap
 import shutil
 import signal
 import statistics
@@ -35,12 +36,12 @@ from benchmarks.figures import Figure, median_of
 from benchmarks.limits import copy_whole
 from benchmarks.loop import Everystep
 
-STEPS = 3
+STEPS = 1
 STRATEGY = everystep.Full(policy="skip", every=1)
 
 
 def train(run: Path, quick: bool, durable: bool) -> None:
-    """What the child does: three steps; it says when they are where they are to be, and sleeps."""
+    """What the child does: it says when its steps are where they are to be, and sleeps."""
     model, optimizer = make_state(quick)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
@@ -121,20 +122,28 @@ class _Restart:
         return self.killed_s(durable=True)
 
 
+def _copy_to_new_s(data: memoryview) -> float:
+    """Seconds to copy into memory that the process did not have before, in large pages."""
+    new = mmap.mmap(-1, len(data))
+    new.madvise(mmap.MADV_HUGEPAGE)
+    return timed(lambda: copy_whole(data, memoryview(new)))
+
+
 def measure_killed(setting: Setting) -> list[Figure]:
     """All of this part."""
     restart, runs = _Restart(setting), setting.runs
-    at_once = [restart.killed_s(durable=False) for _ in range(1 if setting.quick else 3)]
+    at_once = [restart.killed_s(durable=False) for _ in range(1 if setting.quick else runs)]
     from_memory, reads, cold = [], [], []
     for _ in range(runs):
         from_memory.append(restart.killed_s(durable=True))
         reads.append(restart.read_s())
         cold.append(restart.cold_s())
-    fresh = [restart.fresh_s() for _ in range(1 if setting.quick else 3)]
+    fresh = [restart.fresh_s() for _ in range(1 if setting.quick else runs)]
     shutil.rmtree(restart.run)
     data, target = page_aligned(restart.nbytes), page_aligned(restart.nbytes)
     copy_whole(data, target)
     copy_s = statistics.median(timed(lambda: copy_whole(data, target)) for _ in range(runs))
+    new_s = statistics.median(_copy_to_new_s(data) for _ in range(runs))
     head = "killed trainer: "
     speed = [copy_s / took_s for took_s in from_memory]
     fresh_speed = [copy_s / took_s for took_s in fresh]
@@ -144,6 +153,7 @@ def measure_killed(setting: Setting) -> list[Figure]:
         median_of(head + "restore from memory", from_memory, "s"),
         median_of(head + "restore's speed / memory copy's", speed, "x", reach=0.5, at_least=True),
         median_of(head + "fresh optimizer, restore from memory", fresh, "s"),
+        median_of(head + "one memory copy into new memory", [new_s], "s"),
         median_of(head + "fresh optimizer, restore's speed / memory copy's", fresh_speed, "x"),
         median_of(head + "restore / cold read of the files", beside_read, "x", reach=1.0),
         median_of(head + "cold read of the files", reads, "s"),

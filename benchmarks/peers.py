@@ -254,5 +254,8 @@ PEERS: dict[str, Callable[[Path, torch.nn.Module, torch.optim.Optimizer], Subjec
 }
 """By name."""
 
+BLOCKING = {"torch.save", "DCP save"}
+"""Those that keep training waiting: for as long however long a step is."""
+
 if importlib.util.find_spec("dlrover") is not None:
     PEERS["DLRover flash checkpoint"] = FlashCheckpoint

@@ -1,4 +1,4 @@
-"""What every test shares: a run directory, and the check that a test leaves nothing behind."""
+"""What every test shares: run directories, a zygote, and the check that nothing is left open."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch  # noqa: F401  (before the first baseline: importing it starts and opens things once)
 
+from places import quick_folder
 from waiting import until
+from zygote import Zygote
 
 _DEADLINE_S = 3.0
 
@@ -46,13 +48,24 @@ def _threads() -> set[str]:
     }
 
 
+def _processes() -> list[str]:
+    """Processes of which some may be children of this one: just these, where the kernel tells
+    them. To look at all there are takes milliseconds, before and after each of thousands of tests.
+    """
+    found: list[str] = []
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            found += Path("/proc/self/task", thread, "children").read_text().split()
+        except (FileNotFoundError, ProcessLookupError):
+            return [name for name in os.listdir("/proc") if name.isdigit()]
+    return found
+
+
 def _children() -> set[str]:
     """Child processes, dead ones that nobody has waited for included."""
     tracker_pid = getattr(resource_tracker._resource_tracker, "_pid", None)
     found = set()
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
+    for name in _processes():
         try:
             stat = Path("/proc", name, "stat").read_text(errors="replace")
         except (FileNotFoundError, ProcessLookupError):
@@ -79,6 +92,20 @@ def _leaves_nothing_behind() -> Iterator[None]:
         until(lambda: not _open_things() - before, _DEADLINE_S, "what the test opened to be closed")
     except TimeoutError:
         pytest.fail("left open: " + "; ".join(sorted(_open_things() - before)), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """Started once per test process, where a test wants it."""
+    with Zygote() as started:
+        yield started
+
+
+@pytest.fixture
+def quick_path() -> Iterator[Path]:
+    """`tmp_path` in memory. What a killed process leaves does not depend on the disk."""
+    with quick_folder() as folder:
+        yield folder
 
 
 @pytest.fixture

@@ -37,8 +37,10 @@ _log = logging.getLogger("everystep")
 _MOST_GAPS = 3
 """So many steps in a row that cannot be written as deltas, and `Full` takes over."""
 
-_MOST_AT_ONCE = 16
-"""Deltas per write that `auto` may choose: what a write costs besides its bytes is not measured."""
+_SLICES = 16
+_SMALL_BYTES = 2 << 20
+"""Parameters of at most so many bytes are hashed whole, with their slots, at every step: at some
+5 GB/s that takes a millisecond or two, beside training."""
 
 _FIRST_FULL_EVERY = 32
 """Until enough is measured to choose."""
@@ -96,7 +98,7 @@ class Logged(Staged):
                 policy=options.policy,
                 share_replicas=facts.share_replicas,
                 chained=done or None,
-                slices=options.slices,
+                slices=options.slices or _slices(objects),
                 versions=versions(),
                 told=self._hand_over,
             )
@@ -109,6 +111,7 @@ class Logged(Staged):
         """Take a message, in a thread of the agent's client."""
         if isinstance(message, p.Logged):
             self._outcomes.stored()
+            self._pace.writes.append((message.written_bytes, message.took_s))
             while self._handed and self._handed[0][0] <= message.step:
                 self._chain.logged(*self._handed.popleft())
         elif isinstance(message, p.Stored):
@@ -125,27 +128,26 @@ class Logged(Staged):
 
     def hear(self) -> None:
         """Act on what the agent has told, in the training thread; see `Staged.hear`."""
-        stored = [m for m in list(self._heard) if isinstance(m, p.Stored)]
-        failed = [m for m in list(self._heard) if isinstance(m, p.NotLogged)]
         super().hear()
         if self._recorder is not None:
             self._recorder.share_replicas = self._engine.share_replicas
-        for message in failed:
-            self._refused(message.step, message.error)
-        for full in stored:
-            if full.written_bytes and full.took_s > 0:
-                self._pace.fulls.append((full.written_bytes, full.took_s))
-        if stored and self._recorder is not None:  # not after the end, or as `Full`
+        self._check()
+
+    def _act(self, message: Struct) -> None:
+        super()._act(message)
+        if not isinstance(message, p.Stored):
+            return
+        if message.written_bytes and message.took_s > 0:
+            self._pace.fulls.append((message.written_bytes, message.took_s))
+        if self._recorder is not None:  # not after the end, or as `Full`
             self._choose()
-            step, base = stored[-1].step, self._chain.base
+            step, base = message.step, self._chain.base
             if base is not None and step > base and self._turn(step):
                 self._to_check = step  # a chain's first has none before it to begin from
-        self._check()
 
     def _turn(self, step: int) -> bool:
         """Whether it is up to this rank to replay up to this full checkpoint: ranks take turns."""
-        size = self._ranks.world_size
-        return step // max(1, self._choice.full_every) % size == self._ranks.rank
+        return step // self._full_every % self._ranks.world_size == self._ranks.rank
 
     def _check(self) -> None:
         """Hear what the last replay has found, and begin the next."""
@@ -160,7 +162,7 @@ class Logged(Staged):
             if verdict.skipped is not None:
                 _log.info("step %s was not checked: %s", ref, verdict.skipped)
             elif verdict.steps:
-                self._pace.replay_s = verdict.took_s / verdict.steps
+                self._pace.replays.append((verdict.steps, verdict.took_s))
         step = self._to_check
         if step is not None and self._chain.newest_logged >= step:
             self._to_check = None
@@ -186,7 +188,7 @@ class Logged(Staged):
 
     def _gap(self, ref: StepRef, problem: str) -> None:
         """A step that cannot be written as a delta is stored in full."""
-        self._engine.owe()
+        self._engine.owe(wait=self._options.policy == "block")
         begins = self._chain.base is None
         self._chain.begin(ref.step)
         if begins:
@@ -220,18 +222,17 @@ class Logged(Staged):
         costs = self._pace.costs(self._mtbf_s)
         wanted = "auto" in (self._options.full_every, self._options.batch)
         if costs is not None and wanted and self._chosen is None:
-            self._chosen = self._beside.submit(_best, self._choice, costs, self._limits)
+            self._chosen = self._beside.submit(
+                _best, self._choice, costs, self._limits, self._options
+            )
 
     def _obey(self) -> None:
-        every, batch = self._choice.full_every, min(self._choice.batch, _MOST_AT_ONCE)
-        if self._options.full_every != "auto":
-            every = self._options.full_every
-        elif self._ranks.world_size > 1:  # ranks choose on their own, and must choose alike
-            every = 1 << max(0, every.bit_length() - 1)
-        if self._options.batch != "auto":
-            batch = self._options.batch
+        every = self._choice.full_every
+        if self._options.full_every == "auto" and self._ranks.world_size > 1:
+            every = 1 << max(0, every.bit_length() - 1)  # ranks choose on their own, yet alike
+        self._full_every = every
         self._engine.set_every(every)
-        self._agent.log.set_batch(batch)
+        self._agent.log.set_batch(self._choice.batch)
 
     def flush(self) -> None:
         """Make the newest step durable, if the store takes it."""
@@ -253,11 +254,21 @@ class Logged(Staged):
             super().close()
 
 
-def _best(now: Choice, costs: Costs, limits: Limits) -> Choice:
+def _best(now: Choice, costs: Costs, limits: Limits, options: Deltas) -> Choice:
+    """The choice after the costs were measured again; what the user has set stays."""
+    full_every = None if options.full_every == "auto" else options.full_every
+    batch = None if options.batch == "auto" else options.batch
     try:
-        return now.observe(costs, limits)
+        return now.observe(costs, limits, full_every=full_every, batch=batch)
     except UsageError:  # the store cannot take it all: what can be had is had
-        return Choice(now.full_every, 1)
+        return Choice(now.full_every, batch or 1)
+
+
+def _slices(objects: Objects) -> int:
+    """As many as keep the hashing of each step short."""
+    groups = [g for optimizer in objects.optimizers.values() for g in optimizer.param_groups]
+    nbytes = sum(parameter.nbytes for group in groups for parameter in group["params"])
+    return 1 if nbytes <= _SMALL_BYTES else _SLICES
 
 
 def _mtbf_s(facts: Facts) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import statistics
+from collections.abc import Sequence
 
 from everystep.engine.meter import Cost
 from everystep.planning.intervals import Costs
@@ -25,8 +26,10 @@ class Pace:
         """(bytes, seconds) of writing one."""
         self.deltas: collections.deque[int] = collections.deque(maxlen=_KEPT)
         """Bytes of one."""
-        self.replay_s: float | None = None
-        """One step is read and folded."""
+        self.writes: collections.deque[tuple[int, float]] = collections.deque(maxlen=_KEPT)
+        """(bytes, seconds) of appending to the log, fsync included."""
+        self.replays: collections.deque[tuple[int, float]] = collections.deque(maxlen=8)
+        """(steps, seconds) of replaying a stretch."""
 
     @property
     def state_bytes(self) -> int:
@@ -35,28 +38,57 @@ class Pace:
 
     def costs(self, mtbf_s: float) -> Costs | None:
         """The figures of the cost model; None: too little is known."""
-        steps, deltas = list(self.steps)[1:], list(self.deltas)
-        if len(steps) < _ENOUGH_STEPS or not self.fulls or not deltas:
+        steps, deltas, writes = list(self.steps)[1:], list(self.deltas), list(self.writes)
+        if len(steps) < _ENOUGH_STEPS or not self.fulls or not deltas or not writes:
             return None
         durations = [cost.ended_s - cost.begun_s - cost.stall_s for cost in steps]
+        step_s = max(1e-6, statistics.median(durations))
         nbytes = statistics.median(n for n, _ in self.fulls)
-        rate = statistics.median(n / took_s for n, took_s in self.fulls)
-        replay_s = self.replay_s or nbytes / _REPLAY_BYTES_PER_S
+        rate, sync_s = _two_sizes(list(self.fulls), writes)
+        # what comes once, as reading the full does, weighs least in the longest
+        length, took_s = max(self.replays, default=(1, nbytes / _REPLAY_BYTES_PER_S))
         stalls = [cost.stall_s for cost in steps if not cost.due]
         full_stalls = [cost.stall_s for cost in steps if cost.due]
         record_s = statistics.median(stalls) if stalls else 0.0
         full_s = statistics.median(full_stalls) if full_stalls else record_s
         return Costs(
-            step_s=max(1e-6, statistics.median(durations)),
+            step_s=step_s,
             state_bytes=max(1, int(nbytes)),
             delta_bytes=max(1, int(statistics.median(deltas))),
             write_bytes_per_s=rate,
-            replay_s=replay_s,
+            # to lose steps is cheaper than to replay them where that takes longer than they took;
+            # the longest batches would be best, and deltas would protect from nothing
+            replay_s=min(took_s / length, step_s),
             mtbf_s=mtbf_s,
             load_s=nbytes / rate,
+            sync_s=sync_s,
             record_stall_s=record_s,
             full_stall_s=max(0.0, full_s - record_s),
         )
+
+
+def _two_sizes(
+    large: Sequence[tuple[int, float]], small: Sequence[tuple[int, float]]
+) -> tuple[float, float]:
+    """What a byte and what a write costs, from the medians of writes of two sizes: the line
+    `seconds = sync_s + bytes / rate` through both.
+
+    Args:
+        large: (bytes, seconds) of full checkpoints.
+        small: of appends.
+
+    Returns:
+        The rate in bytes per second, and sync_s in seconds.
+    """
+    (full, full_s), (append, append_s) = (
+        (statistics.median(n for n, _ in writes), statistics.median(s for _, s in writes))
+        for writes in (large, small)
+    )
+    if full > append and full_s > append_s:
+        rate = (full - append) / (full_s - append_s)
+    else:  # appends as long as fulls: no line
+        rate = max(full, append) / max(full_s, append_s)
+    return rate, max(0.0, append_s - append / rate)
 
 
 class Chain:

@@ -110,14 +110,16 @@ class Staged:
             StoreError, TooManyFailedSteps, ReplicasDiffer: as the user has chosen.
         """
         while self._heard:
-            message = self._heard.popleft()
-            if isinstance(message, p.Stored):
-                self._outcomes.stored()
-            elif isinstance(message, p.NotStored) and message.error is not None:
-                self._refused(message.step, message.error)
-            elif isinstance(message, p.Diverged) and self._engine.share_replicas:
-                self._engine.share_replicas = False
-                self._outcomes.diverged(message.step)
+            self._act(self._heard.popleft())
+
+    def _act(self, message: Struct) -> None:
+        if isinstance(message, p.Stored):
+            self._outcomes.stored()
+        elif isinstance(message, p.NotStored | p.NotLogged) and message.error is not None:
+            self._refused(message.step, message.error)
+        elif isinstance(message, p.Diverged) and self._engine.share_replicas:
+            self._engine.share_replicas = False
+            self._outcomes.diverged(message.step)
 
     def _refused(self, step: int, told: tuple[str, str, str | None]) -> None:
         entry = self._log.get(step)

@@ -81,10 +81,11 @@ class Deltas(Struct, frozen=True, kw_only=True):
     up, and the step is stored in full."""
     buffer_bytes: int | None = 1 << 30
     """The most host memory for deltas that wait for the store."""
-    slices: int = 16
+    slices: int | None = None
     """Each delta holds the hashes of one slice of the state after the step, the next one each time;
     so many slices make up all of it. What no optimizer did to a slice since its last turn is found
-    only at its next. 1: all of the state is hashed at every step."""
+    only at its next. 1: all of the state is hashed at every step. None: 1 where the parameters take
+    at most 2 MiB (with the most slots of Adam, 8 MiB of state), else 16."""
     check: bool = True
     """Replay each stretch between two full checkpoints in a process of low priority beside
     training, to know now that it can be replayed."""
@@ -104,7 +105,8 @@ class Deltas(Struct, frozen=True, kw_only=True):
             raise UsageError(f"Deltas(mtbf_s={self.mtbf_s!r}): not a number of seconds")
         if self.policy not in ("block", "skip"):
             raise UsageError(f"Deltas(policy={self.policy!r}): neither 'block' nor 'skip'")
-        if type(self.slices) is not int or not 1 <= self.slices <= 1024:
+        slices = self.slices
+        if slices is not None and (type(slices) is not int or not 1 <= slices <= 1024):
             raise UsageError(f"Deltas(slices={self.slices!r}): not a number from 1 to 1,024")
         value = self.buffer_bytes
         if value is not None and (type(value) is not int or value < 1):

@@ -142,6 +142,7 @@ class Trainer:
         *,
         still: bool = False,
         tree: bytes | None = None,
+        owed: bool = False,
     ) -> None:
         assert self._place is not None
         self.agent.seal(
@@ -155,17 +156,20 @@ class Trainer:
                 still=still,
                 tree=msgspec.json.encode(TREE) if tree is None else tree,
                 metrics={"at": step},
+                owed=owed,
             )
         )
 
-    def stage(self, step: int, tensors: Sequence[Tensor] | None = None) -> None:
+    def stage(
+        self, step: int, tensors: Sequence[Tensor] | None = None, *, owed: bool = False
+    ) -> None:
         """A whole step."""
         tensors = state(step) if tensors is None else tensors
         if self._place is None:
             self.describe(tensors)
         room = self.acquire()
         self.fill(room, tensors)
-        self.seal(room, step)
+        self.seal(room, step, owed=owed)
 
     def told(self, kind: type, step: int) -> list[Any]:
         return [m for m in list(self.heard) if isinstance(m, kind) and m.step == step]

@@ -434,6 +434,46 @@ def test_the_last_step_of_a_trainer_whose_children_hold_its_socket(
     assert stored_steps(run) == [1]
 
 
+def test_an_agent_that_ends_at_once_when_it_is_told_to_has_not_died(
+    run: Run, run_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is seen before the one that told it goes on."""
+    agent = Agent(run_dir, run.id, 0)
+    Trainer(agent, run).stage(1)
+    pid, sent = agent.pid, agent._until_sent
+    looked: list[int] = []
+
+    def slowly() -> None:
+        sent()
+        until(lambda: not agent._thread.is_alive() or agent.pid != pid, DEADLINE_S, "the end")
+        looked.append(agent.pid)
+
+    monkeypatch.setattr(agent, "_until_sent", slowly)
+    agent.close()
+    assert looked == [pid]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert stored_steps(run) == [1]
+
+
+def test_an_agent_that_comes_when_none_is_needed_any_more_is_ended(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`close()` has told the dead one to end, and would wait for the new one in vain."""
+    came: list[int] = []
+
+    def late(*whose: Any) -> Any:
+        found = started(*whose)
+        came.append(found[0].pid)
+        agent._parting = True
+        return found
+
+    monkeypatch.setattr(client, "started", late)
+    os.kill(agent.pid, signal.SIGKILL)
+    agent._thread.join(DEADLINE_S)
+    assert not agent._thread.is_alive()
+    assert len(came) == 1 and not Path(f"/proc/{came[0]}").exists()
+
+
 def test_whoever_comes_while_the_old_agent_ends_is_served(
     run: Run, run_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

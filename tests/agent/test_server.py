@@ -24,6 +24,7 @@ from agent.scenes import (
     state,
     stored_steps,
 )
+from byte_logs import LAYOUT
 from everystep.agent import protocol as p
 from everystep.agent import writer
 from everystep.agent.channel import Channel, address
@@ -86,6 +87,69 @@ def test_skip_never_waits_and_tells_what_was_superseded(run: Run, run_dir: Path)
         assert stored_steps(run)[-1] == 7
         assert not set(stored_steps(run)) & {2, 3, 4, 5}
         assert_stored(run, 7)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_the_log_goes_on_from_is_not_superseded(
+    run: Run, run_dir: Path, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor left out since other ranks do not want that step."""
+    monkeypatch.setattr(writer, "Interval", lambda: Interval(steps=1 << 20))
+    monkeypatch.setattr(Interval, "observe", lambda self, *_: self)
+    store = Held()
+    with served(run, run_dir, store) as agent:
+        trainer = Trainer(agent, run, policy="skip", world_size=world_size)
+        store.hold()
+        trainer.stage(1)
+        assert store.waits.wait(DEADLINE_S)
+        trainer.stage(2, owed=True)
+        trainer.stage(3)
+        assert agent.acquire(0.1) is None, "there is room for three, and none may go"
+        store.go_on()
+        trainer.until_told(p.Stored, 2)
+        assert not trainer.told(p.NotStored, 2)
+
+
+def test_what_is_told_of_an_earlier_session_is_not_taken_for_the_next(
+    run: Run, run_dir: Path
+) -> None:
+    """Both have a step 2: the first one's becomes durable when the second has begun."""
+    store = Held()
+    with served(run, run_dir, store) as agent:
+        first = Trainer(agent, run)
+        store.hold()
+        first.stage(1)
+        assert store.waits.wait(DEADLINE_S)
+        first.stage(2)
+        second = Trainer(agent, run, session=2)
+        assert not agent._began
+        store.go_on()
+        second.stage(2)
+        second.stage(3)
+        assert agent.settle() == []
+        assert [m.step for m in second.heard if isinstance(m, p.Stored)] == [2, 3]
+        assert [m.step for m in first.heard if isinstance(m, p.Stored)] == []
+        stored = [(e.session, e.ref.step) for e in run.listing().steps if e.complete]
+        assert sorted(stored) == [(1, 1), (1, 2), (2, 2), (2, 3)]
+
+
+def test_why_a_record_is_lost_at_the_end_is_logged(
+    run: Run, run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = Refusing()
+    with served(run, run_dir, faults) as agent:
+        Trainer(agent, run)
+        faults.at("create", 1, errno.EROFS, times=1 << 30)
+        agent.log.open_log(1, LAYOUT)
+        for step in (2, 3):
+            view = agent.log.reserve(8, DEADLINE_S)
+            assert view is not None
+            view.release()
+            agent.log.publish(step)
+        agent.close()
+    assert agent.log.refusal is not None
+    for step in (2, 3):
+        assert f"step main:{step} is lost: {agent.log.refusal}" in caplog.text
 
 
 def test_with_several_ranks_the_same_steps_are_wanted(

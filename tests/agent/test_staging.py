@@ -10,6 +10,7 @@ import pytest
 
 from agent.scenes import begin_of, run_at
 from everystep.agent import protocol as p
+from everystep.agent.image import Image
 from everystep.agent.staging import Staging
 from everystep.types import Piece, TensorSpec
 
@@ -78,3 +79,28 @@ def test_each_step_has_the_rest_that_it_was_staged_with(staging: Staging) -> Non
     files, _ = staging.files()
     rests = {file.name.split("/")[2]: file for file in files.files if ".rest." in file.name}
     assert [len(rests[name].data or b"") % 64 for name in sorted(rests)] == [3, 5]
+
+
+def test_a_durable_step_is_described_when_the_trainer_is_gone(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the one that comes back asks for is at hand, and the same."""
+    described: list[int] = []
+    real = Image._described
+
+    def noted(image: Image, slot_offset: int) -> list[p.InMemory]:
+        described.append(image.ref.step)
+        return real(image, slot_offset)
+
+    monkeypatch.setattr(Image, "_described", noted)
+    save(staging, stage(staging, 1))
+    staging.drain(on=True, is_alone=False)
+    assert described == []
+    staging.drain(on=True, is_alone=True)
+    assert described == [1]
+    assert listed(staging) == [1] and described == [1]
+    staging.drain(on=False, is_alone=False)
+    stage(staging, 2)
+    staging.drain(on=True, is_alone=True)
+    assert described == [1]  # hashes may be missing: writing comes first
+    assert listed(staging) == [2]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from crash.trainer import Board, Job, _join
-from everystep import Checkpointer, Full
+from everystep import Checkpointer, Full, stats
 from everystep.agent.client import Agent
 from everystep.engine.capture import Capture
 
@@ -120,12 +120,17 @@ def note(progress: Board, ck: Checkpointer) -> None:
         progress[field] = max(found, default=-1)
 
 
-def many_steps(run: str, steps: int) -> None:
+def many_steps(run: str, steps: int, kept: int) -> None:
     """Print what this process and its agent hold, at the first step, now and then, and at the end:
-    step, resident bytes, descriptors and threads of the trainer, and the same of the agent."""
+    step, resident bytes, descriptors and threads of the trainer, and the same of the agent.
+
+    Args:
+        kept: of how many of the newest steps this process keeps statistics.
+    """
+    stats.KEPT_STEPS = kept
     job = Job()
     every = max(1, steps // 20)
-    with job.checkpointer(run, strategy=Full(every=1, policy="skip")) as ck:
+    with job.checkpointer(run, strategy=Full(every=1, policy="block")) as ck:
         ck.restore()
         for step in range(1, steps + 1):
             job.step(1)
@@ -134,7 +139,7 @@ def many_steps(run: str, steps: int) -> None:
                 (agent,) = agents_of(run)
                 held = [*_held(os.getpid()), *_held(agent)]
                 print(json.dumps([step, *held]), flush=True)
-        assert sum(s.staged for s in ck.stats[:-2]) >= steps // 2
+        assert all(s.staged for s in ck.stats[:-2])
     assert not agents_of(run)
     print(json.dumps(len(os.listdir("/proc/self/fd"))), flush=True)
 

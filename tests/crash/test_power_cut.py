@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
@@ -84,14 +83,9 @@ def _no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def after(tmp_path: Path) -> Iterator[Path]:
-    """Where states are laid out: in memory, where there is such a place."""
-    memory = Path("/dev/shm")
-    if not memory.is_dir():
-        yield tmp_path / "after"
-        return
-    with tempfile.TemporaryDirectory(dir=memory, prefix="everystep-cut-") as place:
-        yield Path(place, "after")
+def after(quick_path: Path) -> Path:
+    """Where states are laid out."""
+    return quick_path / "after"
 
 
 class Scene:

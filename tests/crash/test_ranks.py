@@ -13,11 +13,11 @@ import pytest
 
 from crash.rank_scenes import told
 from crash.trainer import Board, Job
-from crash.zygote import Child, Zygote
 from everystep.errors import RunBusy
 from everystep.store.run import Run
 from everystep.types import StepRef
 from waiting import until
+from zygote import Child, Zygote
 
 
 class Pair:
@@ -34,7 +34,7 @@ class Pair:
         arguments.setdefault("run", str(self.run_dir))
         return [
             self._zygote.start(
-                f"rank_scenes.{scene}",
+                f"crash.rank_scenes.{scene}",
                 self._where / f"log{self._starts}.{rank}",
                 rank=rank,
                 world_size=world_size,
@@ -60,8 +60,8 @@ class Pair:
 
 
 @pytest.fixture
-def pair(zygote: Zygote, tmp_path: Path) -> Pair:
-    return Pair(zygote, tmp_path)
+def pair(zygote: Zygote, quick_path: Path) -> Pair:
+    return Pair(zygote, quick_path)
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,9 @@ def test_replicas_that_differ(pair: Pair) -> None:
     assert "different bits" not in said[0] + said[1]
 
 
-def test_a_slow_rank_does_not_hold_up_the_other(pair: Pair, tmp_path: Path) -> None:
-    board = Board(tmp_path / "board")
-    (first, second), said = pair.run("slow", board=str(tmp_path / "board"))
+def test_a_slow_rank_does_not_hold_up_the_other(pair: Pair, quick_path: Path) -> None:
+    board = Board(quick_path / "board")
+    (first, second), said = pair.run("slow", board=str(quick_path / "board"))
     board.close()
     assert second[0]["fired"] == 1
     assert second[0]["slowest_s"] > first[0]["slowest_s"]
@@ -128,9 +128,9 @@ def test_step_on_rank_0_only(pair: Pair) -> None:
     assert said[0].count("WARNING") <= 6
 
 
-def test_ranks_that_disagree(pair: Pair, tmp_path: Path) -> None:
+def test_ranks_that_disagree(pair: Pair, quick_path: Path) -> None:
     """All of them are told, whichever it was; and the run is none the worse."""
-    ranks, _ = pair.run("disagree", other=str(tmp_path / "other"))
+    ranks, _ = pair.run("disagree", other=str(quick_path / "other"))
     for lines in ranks:
         kinds = [line.get("raised", line.get("result")) for line in lines]
         disagreed, nothing = "RanksDisagree", "NothingToRestore"
@@ -165,12 +165,15 @@ def test_another_number_of_ranks(pair: Pair) -> None:
     assert [lines[0]["restored"] for lines in after] == [2, 2]
 
 
-def test_a_run_that_is_in_use(pair: Pair, tmp_path: Path) -> None:
+def test_a_run_that_is_in_use(pair: Pair, quick_path: Path) -> None:
     """Refused while the other lives, with its identity; free once it is dead."""
-    board = Board(tmp_path / "board")
+    board = Board(quick_path / "board")
     board.clear()
     owner = pair._zygote.start(
-        "hold_signals", tmp_path / "log", run=str(pair.run_dir), board=str(tmp_path / "board")
+        "crash.trainer.hold_signals",
+        quick_path / "log",
+        run=str(pair.run_dir),
+        board=str(quick_path / "board"),
     )
     until(lambda: board["place"] == Board.TRAINING, 60, "the owner to train")
     ((refused,),), _ = pair.run("busy", world_size=1)

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 from crash.trainer import Board
-from crash.zygote import Child, Zygote
 from waiting import until
+from zygote import Child, Zygote
 
 SEED = 20260612
 KILLS = 100
@@ -37,7 +37,7 @@ class Lives:
         self.board.clear()
         self._births += 1
         self.child = self._zygote.start(
-            "train",
+            "crash.trainer.train",
             self._where / f"log{self.rank}.{self._births}",
             run=str(self._where / "run"),
             total=total,
@@ -84,10 +84,10 @@ def step_s(lives: Lives) -> float:
     return took
 
 
-def test_killed_at_random_instants(zygote: Zygote, tmp_path: Path) -> None:
+def test_killed_at_random_instants(zygote: Zygote, quick_path: Path) -> None:
     total = 1500
-    reference = zygote.run("reference", tmp_path / "reference", total=total).split()
-    lives = Lives(zygote, tmp_path, reference)
+    reference = zygote.run("crash.trainer.reference", quick_path / "reference", total=total).split()
+    lives = Lives(zygote, quick_path, reference)
     one_s = step_s(lives)
     rng = random.Random(SEED)
     print(f"seed {SEED}, a step takes {one_s * 1e3:.1f} ms")
@@ -118,10 +118,10 @@ def test_killed_at_random_instants(zygote: Zygote, tmp_path: Path) -> None:
     assert len(set(lives.restored)) >= KILLS // 3
 
 
-def test_killed_before_each_system_call(zygote: Zygote, tmp_path: Path) -> None:
+def test_killed_before_each_system_call(zygote: Zygote, quick_path: Path) -> None:
     """Placed, not awaited: the start of a session, a step, and the removal of an old one."""
-    reference = zygote.run("reference", tmp_path / "reference", total=200).split()
-    lives = Lives(zygote, tmp_path, reference)
+    reference = zygote.run("crash.trainer.reference", quick_path / "reference", total=200).split()
+    lives = Lives(zygote, quick_path, reference)
     lives.begin(total=4)
     lives.finish(4)
     for call in range(1, 66):
@@ -135,12 +135,12 @@ def test_killed_before_each_system_call(zygote: Zygote, tmp_path: Path) -> None:
     assert len(set(lives.restored)) > 20
 
 
-def test_killed_in_the_first_session(zygote: Zygote, tmp_path: Path) -> None:
+def test_killed_in_the_first_session(zygote: Zygote, quick_path: Path) -> None:
     """While the run itself is being made, and in its first step."""
-    reference = zygote.run("reference", tmp_path / "reference", total=10).split()
+    reference = zygote.run("crash.trainer.reference", quick_path / "reference", total=10).split()
     for call in range(1, 60, 2):
-        (tmp_path / f"{call}").mkdir()
-        lives = Lives(zygote, tmp_path / f"{call}", reference)
+        (quick_path / f"{call}").mkdir()
+        lives = Lives(zygote, quick_path / f"{call}", reference)
         child = lives.begin(total=10, kill_at=call)
         assert child.wait() == -signal.SIGKILL, child.said()
         lives.check()
@@ -149,16 +149,17 @@ def test_killed_in_the_first_session(zygote: Zygote, tmp_path: Path) -> None:
         lives.board.close()
 
 
-def test_two_ranks_killed_at_random_instants(zygote: Zygote, tmp_path: Path) -> None:
+def test_two_ranks_killed_at_random_instants(zygote: Zygote, quick_path: Path) -> None:
     total = 400
-    meet = tmp_path / "meet"
-    logs = [tmp_path / f"reference{rank}" for rank in range(2)]
+    meet = quick_path / "meet"
+    logs = [quick_path / f"reference{rank}" for rank in range(2)]
     group: dict[str, object] = {"world_size": 2, "meet": str(meet)}
     both = [
-        zygote.start("reference", log, total=total, rank=r, **group) for r, log in enumerate(logs)
+        zygote.start("crash.trainer.reference", log, total=total, rank=r, **group)
+        for r, log in enumerate(logs)
     ]
     assert [child.wait() for child in both] == [0, 0], both[0].said()
-    ranks = [Lives(zygote, tmp_path, child.said().split(), r) for r, child in enumerate(both)]
+    ranks = [Lives(zygote, quick_path, child.said().split(), r) for r, child in enumerate(both)]
     rng = random.Random(SEED)
     print(f"seed {SEED}")
     kills = 0

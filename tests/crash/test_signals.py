@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from crash.trainer import Board, Job
-from crash.zygote import Child, Zygote
 from everystep import SaveOnSignal, load
 from everystep.errors import RunBusy, UsageError
 from waiting import until
+from zygote import Child, Zygote
 
 HELD = "it goes on once this step is durable"
 
@@ -35,7 +35,9 @@ class Trainer:
         self._lives += 1
         log = self._where / f"log{self._lives}"
         board = str(self._where / "board")
-        child = self._zygote.start("hold_signals", log, run=str(self.run), board=board, **options)
+        child = self._zygote.start(
+            "crash.trainer.hold_signals", log, run=str(self.run), board=board, **options
+        )
         if place is not None:
             until(lambda: self.board["place"] == place or child.status(), 60, "the long step")
             assert child.status() is None, child.said()
@@ -52,8 +54,8 @@ def is_held(child: Child) -> None:
 
 
 @pytest.fixture
-def trainer(zygote: Zygote, tmp_path: Path) -> Iterator[Trainer]:
-    made = Trainer(zygote, tmp_path)
+def trainer(zygote: Zygote, quick_path: Path) -> Iterator[Trainer]:
+    made = Trainer(zygote, quick_path)
     yield made
     made.board.close()
 
@@ -157,14 +159,17 @@ def test_a_signal_after_the_last_step_goes_on_at_close(trainer: Trainer) -> None
     assert load(trainer.run).step == 5
 
 
-def test_processes_and_threads_of_the_trainer(zygote: Zygote, tmp_path: Path) -> None:
+def test_processes_and_threads_of_the_trainer(zygote: Zygote, quick_path: Path) -> None:
     """A forked worker is not held; step() in another thread lets the signal go on all the same."""
     child = zygote.start(
-        "hold_signals_with_a_child", tmp_path / "log", run=str(tmp_path / "run"), board=""
+        "crash.trainer.hold_signals_with_a_child",
+        quick_path / "log",
+        run=str(quick_path / "run"),
+        board="",
     )
     assert child.wait() == -signal.SIGTERM, child.said()
     assert f"child {-int(signal.SIGTERM)}" in child.said()
-    assert load(tmp_path / "run").step == 2
+    assert load(quick_path / "run").step == 2
 
 
 def test_pre_emptions_do_not_fill_the_disk(trainer: Trainer) -> None:

@@ -16,15 +16,15 @@ import pytest
 from crash.staged_scenes import agents_of, sockets_of
 from crash.test_sigkill import at_an_instant
 from crash.trainer import Board
-from crash.zygote import Child, Zygote
 from everystep.store.chains import plan_chains
 from everystep.store.run import Run
 from everystep.store.verify import verify_run
 from waiting import until
+from zygote import Child, Zygote
 
 SEED = 20261129
-KILLS = 30
-TOTAL = 400
+KILLS = 16
+TOTAL = 250
 
 
 class Lives:
@@ -36,7 +36,7 @@ class Lives:
         where: Path,
         reference: list[str],
         rank: int = 0,
-        train: str = "staged_scenes.train",
+        train: str = "crash.staged_scenes.train",
     ) -> None:
         self._train = train
         self._zygote, self._where, self._reference, self.rank = zygote, where, reference, rank
@@ -117,12 +117,12 @@ def nothing_is_left(run: Path) -> None:
 @pytest.fixture(scope="module")
 def reference(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     log = tmp_path_factory.mktemp("reference") / "log"
-    return zygote.run("staged_scenes.reference", log, total=TOTAL).split()
+    return zygote.run("crash.staged_scenes.reference", log, total=TOTAL).split()
 
 
 @pytest.fixture
-def lives(zygote: Zygote, tmp_path: Path, reference: list[str]) -> Iterator[Lives]:
-    made = Lives(zygote, tmp_path, reference)
+def lives(zygote: Zygote, quick_path: Path, reference: list[str]) -> Iterator[Lives]:
+    made = Lives(zygote, quick_path, reference)
     yield made
     made.board.close()
 
@@ -219,14 +219,14 @@ def test_nobody_comes_back(lives: Lives) -> None:
 
 
 def test_an_agent_that_stops_answering(
-    zygote: Zygote, tmp_path: Path, reference: list[str]
+    zygote: Zygote, quick_path: Path, reference: list[str]
 ) -> None:
     """Five seconds: with `skip` training goes on, with `block` it waits and loses nothing."""
     both: dict[str, Lives] = {}
     stopped: dict[str, tuple[int, int]] = {}
     for policy in ("skip", "block"):
-        (tmp_path / policy).mkdir()
-        both[policy] = Lives(zygote, tmp_path / policy, reference)
+        (quick_path / policy).mkdir()
+        both[policy] = Lives(zygote, quick_path / policy, reference)
         both[policy].begin(policy=policy)
     for policy, lives in both.items():
         lives.reach(5)
@@ -252,16 +252,16 @@ def test_an_agent_that_stops_answering(
         lives.board.close()
 
 
-def test_one_of_two_ranks_is_killed(zygote: Zygote, tmp_path: Path) -> None:
-    group: dict[str, object] = {"world_size": 2, "meet": str(tmp_path / "meet")}
-    logs = [tmp_path / f"reference{rank}" for rank in range(2)]
-    start = "staged_scenes.reference"
+def test_one_of_two_ranks_is_killed(zygote: Zygote, quick_path: Path) -> None:
+    group: dict[str, object] = {"world_size": 2, "meet": str(quick_path / "meet")}
+    logs = [quick_path / f"reference{rank}" for rank in range(2)]
+    start = "crash.staged_scenes.reference"
     both = [zygote.start(start, log, total=60, rank=r, **group) for r, log in enumerate(logs)]
     assert [child.wait() for child in both] == [0, 0], both[0].said()
-    ranks = [Lives(zygote, tmp_path, child.said().split(), r) for r, child in enumerate(both)]
+    ranks = [Lives(zygote, quick_path, child.said().split(), r) for r, child in enumerate(both)]
     rng = random.Random(SEED)
     for life in range(5):
-        group["meet"] = f"{tmp_path / 'meet'}{life}"
+        group["meet"] = f"{quick_path / 'meet'}{life}"
         end = ranks[0].floor + 3 if life == 4 else 60
         for lives in ranks:
             lives.begin(end, rank=lives.rank, **group)
@@ -292,12 +292,12 @@ def test_one_of_two_ranks_is_killed(zygote: Zygote, tmp_path: Path) -> None:
     assert len(set(ranks[0].restored)) >= 3
 
 
-def test_a_signal_goes_on_when_the_step_is_durable(zygote: Zygote, tmp_path: Path) -> None:
-    board = Board(tmp_path / "board")
+def test_a_signal_goes_on_when_the_step_is_durable(zygote: Zygote, quick_path: Path) -> None:
+    board = Board(quick_path / "board")
     board.clear()
     child = zygote.start(
-        "hold_signals", tmp_path / "log", run=str(tmp_path / "run"),
-        board=str(tmp_path / "board"), before="note", blocking=False,
+        "crash.trainer.hold_signals", quick_path / "log", run=str(quick_path / "run"),
+        board=str(quick_path / "board"), before="note", blocking=False,
     )  # fmt: skip
     until(lambda: board["place"] == Board.TRAINING or child.status(), 60, "the long step")
     assert child.kill(signal.SIGTERM)
@@ -306,4 +306,4 @@ def test_a_signal_goes_on_when_the_step_is_durable(zygote: Zygote, tmp_path: Pat
     assert child.wait() == 0, child.said()
     board.close()
     assert f"handled {int(signal.SIGTERM)} 3" in child.said()
-    nothing_is_left(tmp_path / "run")
+    nothing_is_left(quick_path / "run")

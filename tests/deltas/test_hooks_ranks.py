@@ -3,59 +3,60 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-import everystep
-from deltas.hook_ranks import scenes
+from deltas.compression import ALL
+from deltas.hook_ranks import MODES, scenes
+from zygote import Zygote
 
 pytestmark = pytest.mark.timeout(300)
 
+SIZES = (2, 3)
 DEADLINE_S = 240
 
-
-def run_job(folder: Path, size: int) -> list[dict[str, Any]]:
-    """What each rank says of every scene; fails with their words if one fails."""
-    paths = [str(Path(everystep.__file__).parents[1]), str(Path(__file__).parents[1])]
-    here = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(size)}
-    ranks, logs = [], [folder / f"log-{rank}" for rank in range(size)]
-    try:
-        for rank, log in enumerate(logs):
-            environment = {**os.environ, **here, "RANK": str(rank)}
-            command = [sys.executable, "-m", "deltas.hook_ranks", str(folder)]
-            with log.open("wb") as output:
-                ranks.append(
-                    subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-                )
-        codes = [process.wait(DEADLINE_S) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    told = "\n".join(log.read_text()[-3000:] for log in logs)
-    assert codes == [0] * size, told
-    return [json.loads((folder / f"report-{rank}.json").read_text()) for rank in range(size)]
+Reports = list[dict[str, Any]]
+"""By rank: what was said of each scene."""
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def reports(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
-    return run_job(tmp_path_factory.mktemp("ranks"), request.param)
+@pytest.fixture(scope="module")
+def reports(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Reports]:
+    """What the ranks of a job of some size say; each job runs once."""
+    known: dict[int, Reports] = {}
+
+    def of(size: int) -> Reports:
+        if size not in known:
+            folder = tmp_path_factory.mktemp(f"ranks{size}")
+            zygote.run_ranks("deltas.hook_ranks.main", folder, size, DEADLINE_S)
+            texts = [(folder / f"report-{rank}.json").read_text() for rank in range(size)]
+            known[size] = [json.loads(text) for text in texts]
+        return known[size]
+
+    return of
 
 
-@pytest.mark.parametrize("name", list(scenes()))
-def test_scene(name: str, reports: list[dict[str, Any]]) -> None:
-    first = reports[0][name]
-    for report in reports:
+@pytest.mark.parametrize(
+    ("size", "name"), [(size, name) for size in SIZES for name in scenes(size)]
+)
+def test_scene(size: int, name: str, reports: Callable[[int], Reports]) -> None:
+    first = reports(size)[0][name]
+    for report in reports(size):
         assert not report[name].startswith("WRONG"), report[name]
         assert report[name] == first, "the ranks went apart"
 
 
-def test_an_error_in_the_hook_comes_out_of_backward(reports: list[dict[str, Any]]) -> None:
-    assert "this exchange is broken" in reports[0]["failing"]
+@pytest.mark.parametrize("size", SIZES)
+def test_an_error_in_the_hook_comes_out_of_backward(
+    size: int, reports: Callable[[int], Reports]
+) -> None:
+    assert "this exchange is broken" in reports(size)[0]["failing"]
+
+
+def test_three_ranks_go_through_every_compressor_and_every_mode() -> None:
+    names = [name for name in scenes(3) if name.startswith("exact")]
+    for mode in MODES:
+        assert len([name for name in names if name.startswith(f"exact {mode} ")]) >= 3, mode
+    for options in ALL:
+        assert len([name for name in names if name.endswith(f" {options}")]) == 3, options

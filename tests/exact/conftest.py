@@ -3,28 +3,22 @@ elsewhere, and there are many."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-
-def _memory() -> str | None:
-    shared = "/dev/shm"
-    return shared if os.access(shared, os.W_OK | os.X_OK) else None
+from places import quick_folder
 
 
 @pytest.fixture
-def run_dir() -> Iterator[Path]:
+def run_dir(quick_path: Path) -> Path:
     """Where a run may be put; the folder does not exist yet."""
-    with tempfile.TemporaryDirectory(dir=_memory(), prefix="everystep-exact-") as folder:
-        yield Path(folder, "run")
+    return quick_path / "run"
 
 
 @pytest.fixture(scope="module")
 def runs_dir() -> Iterator[Path]:
     """Where the runs of a whole file may be put."""
-    with tempfile.TemporaryDirectory(dir=_memory(), prefix="everystep-exact-") as folder:
-        yield Path(folder)
+    with quick_folder() as folder:
+        yield folder

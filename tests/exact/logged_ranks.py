@@ -1,4 +1,4 @@
-"""One rank of a distributed job whose steps are logged as deltas: a program, which reports in JSON.
+"""One rank of a distributed job whose steps are logged as deltas, which reports in JSON.
 
 `train` trains every scene and stores some steps; `resume`, in new processes, restores steps between
 full checkpoints, trains on, stores more, and goes back once more. The test compares.
@@ -7,9 +7,6 @@ full checkpoints, trains on, stores more, and goes back once more. The test comp
 from __future__ import annotations
 
 import json
-import os
-import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,7 @@ from everystep.errors import EverystepError
 from everystep.types import StepRef
 from exact.logged import ALL, LOGGED, fulls
 from exact.matrix import STAGED
-from exact.ranks import difference, digests, made
+from exact.ranks import difference, digests, join, made
 from exact.scenes import Scene, batch, seed_all
 from exact.zoo import Plain
 
@@ -113,30 +110,23 @@ def resume(make: Callable[[int], Scene], run: Path, before: dict[str, Any]) -> d
     return found
 
 
-def main(phase: str, folder: Path) -> None:
+def main(phase: str, folder: str, rank: int, world_size: int) -> None:
     """Run one phase of all scenes.
 
     Args:
         phase: `train` or `resume`.
         folder: shared by all ranks and phases.
     """
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(str(folder / f"rendezvous-{phase}"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    trained = folder / f"train-{rank}.json"
+    place = Path(folder)
+    join(phase, place, rank, world_size)
+    trained = place / f"train-{rank}.json"
     before = json.loads(trained.read_text()) if phase == "resume" else {}
     report: dict[str, Any] = {}
     for number, (name, make) in enumerate(SCENES.items()):
-        run = folder / f"run-{number}"
+        run = place / f"run-{number}"
         try:
             report[name] = train(make, run) if phase == "train" else resume(make, run, before[name])
         except EverystepError as error:  # raised on every rank
             report[name] = str(error)
-    (folder / f"{phase}-{rank}.json").write_text(json.dumps(report))
+    (place / f"{phase}-{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning)
-    main(sys.argv[1], Path(sys.argv[2]))

@@ -34,6 +34,37 @@ def cases(*models: str) -> list[Case]:
     return [case for case in made if case[1:] != ("master", "fsdp2")]
 
 
+def inexact(case: Case) -> bool:
+    """Whether torch gives other bits from one run to the next (docs/exactness.md): fused SGD with
+    momentum reads beyond the end of a momentum buffer in bf16, and computes with what lies there.
+    """
+    name, _, way = case.optimizer.partition("/")
+    return name.startswith("SGD+momentum") and way == "fused" and case.format == "bf16"
+
+
+def in_turn(model: str) -> list[Case]:
+    """Each optimizer over a model, in one format, in turn: every pair of the three takes part, and
+    each optimizer meets every format over some model."""
+    formats = [case.format for case in cases(model) if case.optimizer == "SGD/loop"]
+    shift = (MODELS + WRAPPERS).index(model)
+    return [
+        Case(optimizer, formats[(number + shift) % len(formats)], model)
+        for number, optimizer in enumerate(OPTIMIZERS)
+    ]
+
+
+RANKED = [
+    *dict.fromkeys(
+        [
+            *(case for wrapper in WRAPPERS for case in in_turn(wrapper)),
+            *(case for case in cases(*WRAPPERS) if case.optimizer == "AdamW/foreach"),
+            *(case for case in cases("ddp") if inexact(case)),
+        ]
+    )
+]
+"""What several ranks go through: every optimizer and every format under each wrapper. Every
+optimizer in every format is tested with one process."""
+
 STAGED = [
     *(Case("AdamW/foreach", f, m) for m in WRAPPERS for f in ("fp32", "mixed")),
     *(Case("Adam+amsgrad+weight_decay/loop", "bf16", m) for m in WRAPPERS),
@@ -108,14 +139,6 @@ LOGGED = [
     )
 ]
 """What is stored as deltas: every optimizer, format and model."""
-
-
-def inexact(case: Case) -> bool:
-    """Whether torch gives other bits from one run to the next (docs/exactness.md): fused SGD with
-    momentum reads beyond the end of a momentum buffer in bf16, and computes with what lies there.
-    """
-    name, _, way = case.optimizer.partition("/")
-    return name.startswith("SGD+momentum") and way == "fused" and case.format == "bf16"
 
 
 def depends_on_neighbours(scene: Scene) -> bool:

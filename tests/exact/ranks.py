@@ -1,4 +1,4 @@
-"""One rank of a distributed job of the matrix: a program, which reports in JSON.
+"""One rank of a distributed job of the matrix, which reports in JSON.
 
 `train` trains every case twice, without and with a checkpointer, and leaves runs and digests
 behind; `resume`, in new processes, restores each run and trains on. The test compares.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from everystep import Full
 from exact.matrix import (
+    RANKED,
     STAGED,
     STORED,
     TRAINED,
-    WRAPPERS,
     Case,
-    cases,
     depends_on_neighbours,
     inexact,
     refused,
@@ -72,8 +70,6 @@ def wrapped(net: nn.Module, fmt: str, model: str) -> nn.Module:
     """The model under DDP with many small buckets, or under FSDP2 with a group per layer."""
     if model == "ddp":
         return nn.parallel.DistributedDataParallel(net, bucket_cap_mb=1e-4)
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = low if fmt == "mixed" else MixedPrecisionPolicy()
     fully_shard(net.get_submodule("first"), mp_policy=policy)
@@ -134,34 +130,42 @@ def refusal(case: Case) -> str:
     return "nothing"
 
 
-def main(phase: str, folder: Path, way: str) -> None:
-    """Run one phase of all cases.
+def join(phase: str, folder: Path, rank: int, world_size: int) -> None:
+    """Join the group of a phase; from here on a warning is an error."""
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning)
+    store = dist.FileStore(str(folder / f"rendezvous-{phase}"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
+WAYS: dict[str, tuple[Full, list[Case]]] = {
+    "blocking": (BLOCKING, RANKED),
+    "staged": (Full(every=1, policy="block"), STAGED),
+}
+"""How steps are stored, and which cases are: `staged` is with an agent for each rank."""
+
+
+def main(phase: str, folder: str, rank: int, world_size: int) -> None:
+    """Run one phase of all cases in all ways.
 
     Args:
         phase: `train` or `resume`.
         folder: shared by all ranks and phases.
-        way: `blocking`; or `staged`, which is for some of the cases.
     """
-    strategy = BLOCKING if way == "blocking" else Full(every=1, policy="block")
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(str(folder / f"rendezvous-{phase}"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    trained = folder / f"train-{rank}.json"
+    place = Path(folder)
+    join(phase, place, rank, world_size)
+    trained = place / f"train-{rank}.json"
     before = json.loads(trained.read_text()) if phase == "resume" else {}
-    report: dict[str, Any] = {}
-    for case in cases(*WRAPPERS) if way == "blocking" else STAGED:
-        run = folder / str(case).replace("/", ".")
-        if refused(case):
-            report[str(case)] = refusal(case) if phase == "train" else before[str(case)]
-        elif phase == "train":
-            report[str(case)] = train(case, run, strategy)
-        else:
-            report[str(case)] = resume(case, run, strategy, before[str(case)])
-    (folder / f"{phase}-{rank}.json").write_text(json.dumps(report))
+    report: dict[str, dict[str, Any]] = {way: {} for way in WAYS}
+    for way, (strategy, chosen) in WAYS.items():
+        for case in chosen:
+            run = place / way / str(case).replace("/", ".")
+            if refused(case):
+                said = refusal(case) if phase == "train" else before[way][str(case)]
+            elif phase == "train":
+                said = train(case, run, strategy)
+            else:
+                said = resume(case, run, strategy, before[way][str(case)])
+            report[way][str(case)] = said
+    (place / f"{phase}-{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning)
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

@@ -9,6 +9,7 @@ import pytest
 
 from exact.logged_ranks import SCENES, STORED, TRAINED
 from exact.test_ranks import SIZE, Reports, run_jobs
+from zygote import Zygote
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -18,8 +19,8 @@ COMPUTES_WITH_WHOLE_PARAMETERS = ("fsdp2-fp32-Muon",)
 
 
 @pytest.fixture(scope="module")
-def reports(runs_dir: Path) -> Reports:
-    return run_jobs(runs_dir, program="exact.logged_ranks")
+def reports(zygote: Zygote, runs_dir: Path) -> Reports:
+    return run_jobs(zygote, "exact.logged_ranks.main", runs_dir)
 
 
 @pytest.mark.parametrize("scene", SCENES)

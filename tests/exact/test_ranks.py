@@ -1,4 +1,4 @@
-"""Every optimizer and number format on two ranks, under DDP and FSDP2, restarted as new processes.
+"""Every optimizer and every format on two ranks, under DDP and FSDP2, and in new processes.
 
 The ranks go through all cases in one job a life, and each case is looked at here.
 """
@@ -6,90 +6,71 @@ The ranks go through all cases in one job a life, and each case is looked at her
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import everystep
-from exact.matrix import STAGED, WRAPPERS, Case, cases, inexact, refused
-from exact.scenes import FORMATS
+from exact.matrix import RANKED, STAGED, WRAPPERS, Case, cases, inexact, refused
+from exact.ranks import WAYS
 from exact.zoo import OPTIMIZERS
+from zygote import Zygote
 
 pytestmark = pytest.mark.timeout(600)
 
-ALL = cases(*WRAPPERS)
 SIZE = 2
 DEADLINE_S = 280
 
 Reports = list[dict[str, Any]]
-"""By rank: what was said of each case."""
+"""By rank: what was said, of each case."""
 
 
-def run_job(folder: Path, phase: str, *options: str, program: str = "exact.ranks") -> None:
-    """Run a job of a program to its end; fails with the words of the ranks if one fails."""
-    paths = [str(Path(everystep.__file__).parents[1]), str(Path(__file__).parents[1])]
-    here = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(SIZE)}
-    command = [sys.executable, "-m", program, phase, str(folder), *options]
-    ranks, logs = [], [folder / f"log-{rank}" for rank in range(SIZE)]
-    try:
-        for rank, log in enumerate(logs):
-            environment = {**os.environ, **here, "RANK": str(rank)}
-            with log.open("wb") as output:
-                ranks.append(
-                    subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-                )
-        codes = [process.wait(DEADLINE_S) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    told = "\n".join(log.read_text()[-3000:] for log in logs)
-    assert codes == [0] * SIZE, told
-
-
-def run_jobs(folder: Path, *options: str, program: str = "exact.ranks") -> Reports:
+def run_jobs(zygote: Zygote, function: str, folder: Path) -> Reports:
     """What all ranks say after both lives."""
     for phase in ("train", "resume"):
-        run_job(folder, phase, *options, program=program)
+        zygote.run_ranks(function, folder, SIZE, DEADLINE_S, phase=phase)
     texts = [(folder / f"resume-{rank}.json").read_text() for rank in range(SIZE)]
     return [json.loads(text) for text in texts]
 
 
 @pytest.fixture(scope="module")
-def reports(runs_dir: Path) -> Reports:
-    return run_jobs(runs_dir, "blocking")
+def reports(zygote: Zygote, runs_dir: Path) -> dict[str, Reports]:
+    """By the way in which steps are stored."""
+    both = run_jobs(zygote, "exact.ranks.main", runs_dir)
+    return {way: [report[way] for report in both] for way in WAYS}
 
 
-def test_copied_beside_training(run_dir: Path) -> None:
+@pytest.mark.parametrize("case", STAGED, ids=str)
+def test_copied_beside_training(case: Case, reports: dict[str, Reports]) -> None:
     """With an agent for each rank."""
-    run_dir.mkdir()
-    reports = run_jobs(run_dir, "staged")
-    for report in reports:
-        assert list(report) == list(map(str, STAGED))
-        for case, found in report.items():
-            assert {what: wrong for what, wrong in found.items() if wrong} == {}, case
-
-
-@pytest.mark.parametrize("case", [case for case in ALL if not refused(case)], ids=str)
-def test_restored_goes_on_exactly(case: Case, reports: Reports) -> None:
-    for report in reports:
+    for report in reports["staged"]:
         assert {what: wrong for what, wrong in report[str(case)].items() if wrong} == {}
 
 
-@pytest.mark.parametrize("case", [case for case in ALL if refused(case)], ids=str)
-def test_torch_refuses(case: Case, reports: Reports) -> None:
-    for report in reports:
+@pytest.mark.parametrize("case", [case for case in RANKED if not refused(case)], ids=str)
+def test_restored_goes_on_exactly(case: Case, reports: dict[str, Reports]) -> None:
+    for report in reports["blocking"]:
+        assert {what: wrong for what, wrong in report[str(case)].items() if wrong} == {}
+
+
+@pytest.mark.parametrize("case", [case for case in RANKED if refused(case)], ids=str)
+def test_torch_refuses(case: Case, reports: dict[str, Reports]) -> None:
+    for report in reports["blocking"]:
         assert re.search(str(refused(case)), report[str(case)])
 
 
-def test_the_product_is_whole(reports: Reports) -> None:
-    assert [set(report) for report in reports] == [set(map(str, ALL))] * SIZE
-    assert len(ALL) == (2 * len(FORMATS) - 1) * len(OPTIMIZERS) == len(set(ALL))
-    out = [case for case in ALL if refused(case)]
-    assert len(out) == len(FORMATS) * 1 + (len(FORMATS) - 1) * 12
-    assert sum(map(inexact, ALL)) - sum(map(inexact, out)) == 2
+def test_every_pair_takes_part(reports: dict[str, Reports]) -> None:
+    """Of optimizer and wrapper, and of format and wrapper."""
+    for way, cases_of_it in (("blocking", RANKED), ("staged", STAGED)):
+        assert [set(report) for report in reports[way]] == [set(map(str, cases_of_it))] * SIZE
+    assert len(RANKED) == len(set(RANKED)) >= len(WRAPPERS) * len(OPTIMIZERS) + 5
+    every = cases(*WRAPPERS)
+    for pair in (lambda c: (c.optimizer, c.model), lambda c: (c.format, c.model)):
+        assert set(map(pair, RANKED)) == set(map(pair, every))
+    out = [case for case in RANKED if refused(case)]
+    assert {(c.optimizer, c.model) for c in out} == {
+        (c.optimizer, c.model) for c in every if refused(c)
+    }
+    assert len(out) == 13
+    assert len([case for case in RANKED if inexact(case) and not refused(case)]) == 2

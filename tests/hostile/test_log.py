@@ -70,6 +70,7 @@ class Made:
         self.ends = {0: self.scanned.records[0].offset}
         for found in self.scanned.records:
             self.ends[found.step] = found.payload_offset + lf.padded(found.nbytes)
+        self.listing = Run.open(root).listing()
 
     def backend(self, data: bytes | bytearray) -> OneFile:
         return OneFile(self.root, data)
@@ -78,7 +79,6 @@ class Made:
         """Which steps recovery gets to, and what it says of the others: what cannot be read is
         planned around."""
         backend = self.backend(data)
-        listing = Run.open(self.root).listing()
         scanned = scan(backend, SEGMENT.name, self.run_id)
         said = [scanned.torn] if scanned.torn else []
         bad: set[tuple[str, int]] = set()
@@ -88,7 +88,7 @@ class Made:
             except Damaged as damage:
                 bad.add((SEGMENT.name, found.offset))
                 said.append(damage)
-        chains = plan_chains(listing, [scanned], "main", Excluded(deltas=bad))
+        chains = plan_chains(self.listing, [scanned], "main", Excluded(deltas=bad))
         return [ref.step for ref in chains.refs], said
 
     def findings(self, data: bytes | bytearray) -> list[Finding]:

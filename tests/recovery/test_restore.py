@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import everystep
+from byte_logs import write_log
 from byte_runs import NoSync, files_of, forged, framed, new_run, small_state, write_part, write_step
 from everystep.errors import (
     CannotRestore,
@@ -32,6 +34,7 @@ from everystep.recovery import restore as restoring
 from everystep.recovery.part import read_part
 from everystep.state.capture import Objects
 from everystep.state.ranks import Ranks
+from everystep.store.chains import Excluded
 from everystep.store.format import FORMAT, RunRecord
 from everystep.store.local import LocalBackend
 from everystep.store.run import Run
@@ -365,6 +368,76 @@ def test_all_steps_deleted_by_hand_is_an_error_where_it_can_be_known(trained: Pa
     for _ in range(2):
         with Job(trained) as job, pytest.raises(CannotRestore, match="has had step main:3"):
             job.ck.restore()
+
+
+def test_a_log_whose_full_checkpoint_is_gone_is_no_fresh_run(run_dir: Path) -> None:
+    run = new_run(run_dir, calls=NoSync())
+    write_log(run.backend, range(2, 9), base=1, run=run.id)
+    before = files_of(run_dir)
+    for _ in range(2):
+        with Job(run_dir) as job, pytest.raises(CannotRestore, match="steps up to main:2"):
+            job.ck.restore()
+        with Job(run_dir) as job, pytest.raises(CannotRestore, match="steps up to main:2"):
+            job.step(1)
+    assert {n: d for n, d in files_of(run_dir).items() if n in before} == before
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        "s000001-r00000of00001.model.safetensors",
+        ".s000001-r00000of00001.model.safetensors.1-2.tmp",
+    ],
+)
+def test_a_log_that_began_before_the_first_full_checkpoint_was_whole_is_begun_again(
+    left: str, run_dir: Path
+) -> None:
+    """Also if that start is cut off before it stores anything: it has found the log worthless."""
+    run = new_run(run_dir, calls=NoSync())
+    write_log(run.backend, range(2, 4), base=1, run=run.id)
+    path = run_dir / "steps/main/000000000001" / left
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"half")
+    with Job(run_dir) as job:
+        assert job.ck.restore() == 0
+    assert not path.exists()
+    with Job(run_dir) as job:
+        assert job.ck.restore() == 0
+        job.step(1)
+    assert everystep.load(run_dir).step == 1
+
+
+@pytest.mark.parametrize("proved", [False, True])
+def test_a_state_that_has_failed_is_given_up_before_the_next_is_read(
+    proved: bool, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it came to nothing while it was read, or other ranks could not prove theirs."""
+    alive: list[bool] = []
+    states: list[weakref.ref[torch.Tensor]] = []
+
+    def read(*args: Any) -> Any:
+        alive.append(any(state() is not None for state in states))
+        found = really(*args)
+        if len(alive) > 1:
+            return found
+        states.extend(map(weakref.ref, found.tensors.values()))
+        if not proved:
+            raise Damaged("a test wants it", step=StepRef("main", 3), rank=0)
+        return found
+
+    def agree(ranks: Ranks, error: Any, guilty: Any) -> Any:
+        if proved and len(alive) == 1:
+            full = (StepRef("main", 3), 1)
+            return [(["Damaged", "by another rank"], Excluded((), {full}))]
+        return real(ranks, error, guilty)
+
+    real, really = restoring._agree, restoring.read_chain
+    monkeypatch.setattr(restoring, "read_chain", read)
+    monkeypatch.setattr(restoring, "_agree", agree)
+    with Job(trained) as job:
+        assert job.ck.restore() == 2
+    assert alive == [False, False]
+    assert states
 
 
 def test_a_background_write_that_is_not_finished_is_not_a_failed_one(trained: Path) -> None:

@@ -68,19 +68,29 @@ def test_every_draw_is_noticed(draw: Any, gaussians_before: int) -> None:
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     for _ in range(gaussians_before):
         random.gauss(0, 1), np.random.randn(), torch.randn(1)
-    before = rng.global_state()
+    before, watched = rng.global_state(), rng.Watched()
+    found = watched.now()
+    assert_same_state(found, before)
+    assert watched.now() is found and not watched.drawn()
     draw()
     assert not rng.same_global_state(before)
+    assert watched.drawn()
+    assert_same_state(watched.now(), rng.global_state())
+    assert not watched.drawn()
 
 
-def test_another_bit_generator_in_numpy() -> None:
+@pytest.mark.parametrize("kind", [np.random.PCG64, np.random.Philox, np.random.SFC64])
+def test_another_bit_generator_in_numpy(kind: Any) -> None:
     original = np.random.get_bit_generator()
     try:
-        np.random.set_bit_generator(np.random.PCG64(3))
-        stored = _through_json(rng.global_state())
+        np.random.set_bit_generator(kind(3))
+        stored, watched = _through_json(rng.global_state()), rng.Watched()
         assert rng.same_global_state(stored)
+        found = watched.now()
+        assert watched.now() is found
         expected = np.random.rand(3)
         assert not rng.same_global_state(stored)
+        assert watched.drawn()
         rng.set_global_state(stored)
         assert_same_state(np.random.rand(3), expected)
     finally:

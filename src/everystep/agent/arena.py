@@ -85,6 +85,14 @@ class Arena:
         self._view = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
+    @property
+    def lasts(self) -> bool:
+        """Whether nobody can make the memory shorter, whoever has it."""
+        try:
+            return bool(fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+        except OSError:  # it is no memfd
+            return False
+
     @staticmethod
     def made(slots: int, slot_bytes: int) -> Arena:
         """A new one, whose size nobody can change; its pages come when they are first touched.
@@ -145,6 +153,8 @@ class Arena:
     def close(self) -> None:
         """Unmap and close. Views that somebody still holds keep the memory until they are gone."""
         self._view.release()
+        # `munmap` takes a while for many pages, and Python calls it with the interpreter lock held
+        _libc.madvise(self.address, len(self), mmap.MADV_DONTNEED)
         with contextlib.suppress(BufferError):
             self._map.close()
         os.close(self.fd)

@@ -21,13 +21,12 @@ from msgspec import Struct
 from everystep.agent import protocol as p
 from everystep.agent.arena import Arena
 from everystep.agent.channel import Channel
-from everystep.agent.handover import Kept, handed_over
+from everystep.agent.handover import Kept, handed_over, seal_of
 from everystep.agent.process import START_S, adopted, is_there, started
 from everystep.agent.sink import Place, Room, Sealed
 from everystep.agent.tail import Tail
 from everystep.errors import RunBusy, StoreFailed
 from everystep.store.measured import Measure
-from everystep.store.run import now
 from everystep.types import Piece, StepRef, TensorSpec
 
 _log = logging.getLogger("everystep")
@@ -44,6 +43,7 @@ GIVE_UP_S = 60.0
 
 _RETRY_S = 1.0
 
+_OF_STEPS = p.Grant | p.Stored | p.NotStored | p.Logged | p.NotLogged | p.Diverged
 _TOLD = p.Stored | p.NotStored | p.Logged | p.NotLogged | p.Notice | p.Diverged
 
 
@@ -67,6 +67,7 @@ class Agent:
             self._changed, self._send, self._until_sent, lambda: self._is_alone or self._closing
         )
         self._begin: p.Begin | None = None
+        self._began = True
         self._still: p.Still | None = None
         self._described: p.Describe | None = None
         self._places: p.Places | None = None
@@ -75,9 +76,9 @@ class Agent:
         self._granted: int | None = None
         self._taken: int | None = None
         self._kept: dict[int, Kept] = {}
-        self._refused: dict[int, str] = {}
+        self._refused: tuple[int, str] | None = None
         self._settled: list[StepRef] | None = None
-        self._settling = self._closing = False
+        self._settling = self._parting = self._closing = False
         self._silence_s = 0.0
         self._alone_since_s: float | None = None
         self._numbers = 0
@@ -121,7 +122,9 @@ class Agent:
                 self._check_silence(0.0 if ready else min(now_s - looked_s, 2 * PING_S))
                 looked_s = now_s
             except (EOFError, OSError, ValueError, StoreFailed):
-                if not self._closing:
+                if self._parting:  # it ends as it was told to
+                    self._closing = True
+                else:
                     self._replace("has died", wait_s=1.0)
 
     def _check_silence(self, more_s: float) -> None:
@@ -137,22 +140,29 @@ class Agent:
                 self._map(message, fd)
             elif fd is not None:
                 os.close(fd)
-            if isinstance(message, p.Grant):
-                self._granted = message.slot
-                self._kept.pop(message.slot, None)
-            elif isinstance(message, p.Logged | p.NotLogged):
-                self._refused |= self.log.heard(message)
+            if isinstance(message, p.Began):
+                self._began = self._begin is not None and message.session == self._begin.session
             elif isinstance(message, p.Settled):
                 self._settled = message.unsaved
-            elif isinstance(message, p.Stored):
-                self._refused.pop(message.step, None)
-                for slot in [s for s, k in self._kept.items() if k.seal.step == message.step]:
-                    del self._kept[slot]
-            elif isinstance(message, p.NotStored) and message.error is not None:
-                self._refused = {message.step: message.error[1]}
+            elif isinstance(message, _OF_STEPS):
+                if not self._began:
+                    return  # it is of an earlier session
+                self._take_of_step(message)
             self._changed.notify_all()
         if isinstance(message, _TOLD):
             self._heard(message)
+
+    def _take_of_step(self, message: Any) -> None:
+        if isinstance(message, p.Grant):
+            self._granted = message.slot
+            self._kept.pop(message.slot, None)
+        elif isinstance(message, p.Logged | p.NotLogged):
+            self.log.heard(message)
+        elif isinstance(message, p.Stored):
+            for slot in [s for s, k in self._kept.items() if k.seal.step == message.step]:
+                del self._kept[slot]
+        elif isinstance(message, p.NotStored) and message.error is not None:
+            self._refused = message.step, message.error[1]
 
     def _map(self, places: p.Places, fd: int | None) -> None:
         if places.arena is not None and fd is not None:
@@ -187,7 +197,7 @@ class Agent:
             self._alone_since_s = time.monotonic()
         self._channel.close()
         self._process.end(wait_s)
-        while not self._closing:
+        while not self._parting:
             try:
                 process, channel = adopted(*self._whose) or started(*self._whose)
                 break
@@ -197,18 +207,19 @@ class Agent:
                     self._changed.wait(_RETRY_S)
         else:
             return
-        if self._closing:
+        with self._changed:
+            is_needed = not self._parting
+            if is_needed:
+                self._process, self._channel = process, channel
+                self._silence_s = 0.0
+                self._alone_since_s = None
+                self._granted = None
+                with contextlib.suppress(OSError):  # should it have died too, that is seen next
+                    self._hand_over(channel)
+                self._changed.notify_all()
+        if not is_needed:
             channel.close()
             process.end(0.0)
-            return
-        with self._changed:
-            self._process, self._channel = process, channel
-            self._silence_s = 0.0
-            self._alone_since_s = None
-            self._granted = None
-            with contextlib.suppress(OSError):  # should it have died too, that is seen next
-                self._hand_over(channel)
-            self._changed.notify_all()
 
     def _hand_over(self, channel: Channel) -> None:
         """Tell all that a new agent must know, in the order in which the first one was told."""
@@ -254,7 +265,8 @@ class Agent:
     def begin(self, begin: p.Begin) -> None:
         """Begin a session. What an earlier one has left in memory is given up."""
         with self._changed:
-            self._begin, self._still, self._described, self._places = begin, None, None, None
+            self._begin, self._began = begin, False
+            self._still, self._described, self._places = None, None, None
             self._kept.clear()
             self.log.begin(begin.buffer_bytes)
             self._granted = self._taken = None
@@ -293,8 +305,10 @@ class Agent:
         if self._closing or os.getpid() != self._trainer:
             return
         for ref in self.settle():
-            _log.error("step %s is lost: %s", ref, self._refused.get(ref.step, "not stored"))
-        self._send(p.Bye())
+            _log.error("step %s is lost: %s", ref, self._why_not(ref.step))
+        with self._changed:
+            self._parting = True
+            self._send(p.Bye())
         self._until_sent()
         with self._changed:
             self._closing = True
@@ -304,6 +318,11 @@ class Agent:
         self._channel.close()
         self._drop_arena()
         self.log.close()
+
+    def _why_not(self, step: int) -> str:
+        """Why a step is in memory only."""
+        refused, why = self._refused or (None, "")
+        return why if refused == step else self.log.refusal or "not stored"
 
     # ------------------------------------------------------------ a Sink
 
@@ -358,19 +377,7 @@ class Agent:
 
     def seal(self, sealed: Sealed) -> None:
         """See `Sink.seal`."""
-        message = p.Seal(
-            slot=sealed.slot,
-            layout=sealed.layout,
-            step=sealed.step,
-            created=now(),
-            hashes=dict(sealed.hashes),
-            whole=dict(sealed.whole),
-            rest=list(sealed.rest),
-            still=sealed.still,
-            tree=sealed.tree,
-            metrics=dict(sealed.metrics),
-            every=sealed.every,
-        )
+        message = seal_of(sealed)
         problem: StoreFailed | None = None
         with self._changed:
             if self._taken != sealed.slot:

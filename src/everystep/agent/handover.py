@@ -10,6 +10,8 @@ from msgspec import Struct
 
 from everystep.agent import protocol as p
 from everystep.agent.arena import Arena
+from everystep.agent.sink import Sealed
+from everystep.store.run import now
 
 
 class Kept(NamedTuple):
@@ -18,6 +20,24 @@ class Kept(NamedTuple):
     seal: p.Seal
     described: p.Describe | None
     still: p.Still | None
+
+
+def seal_of(sealed: Sealed) -> p.Seal:
+    """The message that says so, and is said again to the next agent."""
+    return p.Seal(
+        slot=sealed.slot,
+        layout=sealed.layout,
+        step=sealed.step,
+        created=now(),
+        hashes=dict(sealed.hashes),
+        whole=dict(sealed.whole),
+        rest=list(sealed.rest),
+        still=sealed.still,
+        tree=sealed.tree,
+        metrics=dict(sealed.metrics),
+        every=sealed.every,
+        owed=sealed.owed,
+    )
 
 
 def handed_over(

@@ -120,6 +120,7 @@ class Image:
         except (msgspec.MsgspecError, RecursionError) as error:
             raise Damaged(f"the tree of a step is no JSON: {error}") from error
         self._hashes: dict[int, str] = dict(seal.hashes)
+        self._files: list[InMemory] | None = None
         self.hashing: tuple[float, float] | None = None
         """From the first to the last hash that was taken here, on the host's monotonic clock."""
 
@@ -218,6 +219,11 @@ class Image:
         Args:
             slot_offset: where the slot begins in staging memory.
         """
+        if self._files is None:
+            self._files = self._described(slot_offset)
+        return self._files
+
+    def _described(self, slot_offset: int) -> list[InMemory]:
         directory, stem = fmt.step_directory(self.ref), self.part().name.stem
         files = []
         contents = self.contents()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import socket
 import threading
 import time
@@ -32,7 +31,6 @@ class Overlay:
         """Ask the agents of these ranks that live on this host."""
         self._below = below
         self._files: dict[str, memoryview] = {}
-        self._places: dict[str, tuple[int, int]] = {}
         self._arenas: list[Arena] = []
         for rank in ranks:
             self._ask(run, rank)
@@ -74,12 +72,13 @@ class Overlay:
         if message.arena is not None and fd is not None:
             arena = Arena(fd, *message.arena)
             self._arenas.append(arena)
+            if not arena.lasts:  # what lies beyond its end could not be read as damage
+                return
         for file in message.files:
             if file.data is not None:
                 self._files[file.name] = memoryview(file.data)
             elif arena is not None and 0 <= file.offset <= file.offset + file.nbytes <= len(arena):
                 self._files[file.name] = arena.view(file.offset, file.nbytes)
-                self._places[file.name] = (arena.fd, file.offset)
 
     @property
     def abilities(self) -> Abilities:
@@ -109,8 +108,7 @@ class Overlay:
         if source.readonly or not into:
             into[:] = source
         elif _address(into) != _address(source):  # else it has been lent
-            fd, start = self._places[name]
-            _read_whole(fd, into, start + offset, name)
+            ctypes.memmove(_address(into), _address(source), len(into))
 
     def lend(self, name: str, offset: int, nbytes: int) -> memoryview | None:
         """The bytes of a file that is in memory, until `close`; reading to there copies nothing.
@@ -157,7 +155,6 @@ class Overlay:
     def close(self) -> None:
         """Let go of the memory. A thread gives it back: for large memory that takes a while."""
         self._files.clear()
-        self._places.clear()
         arenas, self._arenas = self._arenas, []
         if arenas:
             threading.Thread(target=_give_back, args=(arenas,), name="everystep-unmap").start()
@@ -170,12 +167,3 @@ def _give_back(arenas: Sequence[Arena]) -> None:
 
 def _address(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
-
-
-def _read_whole(fd: int, into: memoryview, start: int, name: str) -> None:
-    """Read by descriptor: pages that are read once are not worth being mapped, and unmapped."""
-    while into:
-        count = os.preadv(fd, [into], start)
-        if count == 0:
-            raise Damaged("the memory ends too early", path=name)
-        into, start = into[count:], start + count

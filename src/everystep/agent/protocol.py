@@ -50,6 +50,12 @@ class Begin(Struct, tag=True, kw_only=True):
     """Files to write again should the directory lose them: name and bytes."""
 
 
+class Began(Struct, tag=True):
+    """Agent: the session has begun. What was told of steps before this is of an earlier one."""
+
+    session: int
+
+
 class Describe(Struct, tag=True, kw_only=True):
     """Trainer: what every step will hold from now on, apart from `Seal.rest` and `Still`."""
 
@@ -126,6 +132,8 @@ class Seal(Struct, tag=True, kw_only=True):
     metrics: dict[str, Json]
     every: int = 1
     """The trainer was taking a checkpoint at every so many steps."""
+    owed: bool = False
+    """The log goes on from this one only: it must become durable."""
 
 
 class Measured(Struct, tag=True):
@@ -268,8 +276,8 @@ class Bye(Struct, tag=True):
 
 
 Message = (
-    Hello | Ready | Begin | Describe | Places | Grant | Release | Still | Seal | Measured | Stored
-    | NotStored | Notice | Diverged | OpenLog | OpenRing | Record | Batch | Flush | Logged
+    Hello | Ready | Begin | Began | Describe | Places | Grant | Release | Still | Seal | Measured
+    | Stored | NotStored | Notice | Diverged | OpenLog | OpenRing | Record | Batch | Flush | Logged
     | NotLogged | Settle | Settled | ListFiles | Files | Ping | Pong | Bye
 )  # fmt: skip
 

@@ -50,6 +50,8 @@ class Sealed(NamedTuple):
     metrics: Mapping[str, Json]
     every: int = 1
     """A checkpoint is being taken at every so many steps."""
+    owed: bool = False
+    """It must become durable, whatever comes after it."""
 
 
 class Sink(Protocol):

@@ -123,6 +123,10 @@ class Staging:
                 for slot in self.slots.all if is_alone else ():
                     self.slots.release(slot.index)
             self._guard.notify_all()
+            newest = None if self.slots is None else self.slots.newest()
+        if is_alone and newest is not None and newest.saved and newest.content is not None:
+            with contextlib.suppress(EverystepError):  # a trainer that comes back need not wait
+                newest.content.files(newest.index * self._held().slot_bytes)
 
     def unsaved(self) -> list[Image]:
         """The steps that are not durable, newest first."""

@@ -58,7 +58,8 @@ class Tail:
         self._ring_numbers = 0
         self._reserved: tuple[Ring, int, int] | None = None
         self._budget_bytes: int | None = None
-        self._is_refused = False
+        self.refusal: str | None = None
+        """Why the store does not take what waits; None: it does, as far as is known."""
 
     def begin(self, budget_bytes: int | None) -> None:
         """A session begins; call it with `changed` held. What another one has left is given up.
@@ -68,7 +69,7 @@ class Tail:
         """
         self._budget_bytes = budget_bytes
         self._opened, self._reserved = None, None
-        self._batch, self._is_refused = p.Batch(1), False
+        self._batch, self.refusal = p.Batch(1), None
         self._kept.clear()
         self._drop_rings(self._rings)
 
@@ -99,7 +100,7 @@ class Tail:
                     self._reserved = (ring, offset, nbytes)
                     return ring.arena.view(offset, nbytes)
                 left_s = deadline_s - time.monotonic()
-                if left_s <= 0 or self._is_refused or self._alone():
+                if left_s <= 0 or self.refusal is not None or self._alone():
                     return None
                 if not hurried:
                     self._send(p.Flush(), None)
@@ -160,18 +161,17 @@ class Tail:
 
     # ------------------------------------------------------------ for the client, `changed` held
 
-    def heard(self, message: p.Logged | p.NotLogged) -> dict[int, str]:
-        """Free what has become durable. Where the store refuses, nobody waits for that any more;
-        returns the steps that this concerns, and why."""
-        self._is_refused = isinstance(message, p.NotLogged)
+    def heard(self, message: p.Logged | p.NotLogged) -> None:
+        """Free what has become durable. Where the store refuses, nobody waits for that any more."""
         if isinstance(message, p.NotLogged):
-            return dict.fromkeys(self.unsaved(), message.error[1])
+            self.refusal = message.error[1]
+            return
+        self.refusal = None
         rings = {ring.number: ring for ring in self._rings}
         while self._kept and self._kept[0].record.number <= message.number:
             kept = self._kept.popleft()
             rings[kept.record.ring].stretches.free()
         self._drop_idle()
-        return {}
 
     def unsaved(self) -> list[int]:
         """The steps whose records are not known to be durable."""

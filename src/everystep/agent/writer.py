@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from everystep.agent.image import Image
-from everystep.agent.protocol import Begin, Diverged, Notice, NotStored, Stored
+from everystep.agent.protocol import Began, Begin, Diverged, Notice, NotStored, Stored
 from everystep.agent.slots import Slot, Slots
 from everystep.errors import EverystepError, Missing, StoreError, StoreFailed
 from everystep.planning.hiding import Interval
@@ -104,6 +104,7 @@ class Writer:
         self._retry_at_s = 0.0
         self._tries_left = _TRIES_AT_THE_END
         self._stop = False
+        tell(Began(begin.session))  # before whatever the thread has to tell
         self._thread = threading.Thread(target=self._work, name="everystep-write", daemon=True)
         self._thread.start()
 
@@ -126,7 +127,7 @@ class Writer:
             self._seal_gap_s = gap_s if not self._seal_gap_s else (self._seal_gap_s + gap_s) / 2
         self._last_seal_s = now_s
         self._steps_seen += 1
-        wanted = self._steps_seen == 1
+        wanted = self._steps_seen == 1 or image.seal.owed
         checkpoint = image.seal.step // max(1, image.seal.every)
         if self._begin.world_size > 1:  # ranks choose on their own, and must choose alike
             wanted = wanted or checkpoint % self._interval.steps == 0

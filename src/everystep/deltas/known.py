@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -38,7 +39,7 @@ class Known(NamedTuple):
         if grad is None or grad._version != self.version or grad.storage_offset() != self.offset:
             return False
         # the weak reference keeps the address from being used again
-        if _memory(grad).cdata != self.memory.cdata:
+        if grad.untyped_storage()._cdata != self.memory.cdata:
             return False
         return self._zero_elsewhere(grad)
 
@@ -47,16 +48,20 @@ class Known(NamedTuple):
         if n == 0:
             return True
         step = max(1, n // _LOOKED_AT)
-        at = torch.arange(self.version % step, n, step, device=grad.device)
-        there = grad.detach()[torch.unravel_index(at, grad.shape)]
-        loud = at[bits_of(there) != 0]
-        if loud.numel() == 0:
+        first = self.version % step
+        if grad.is_contiguous():
+            there = grad.detach().view(-1)[first::step]
+        else:
+            at = torch.arange(first, n, step, device=grad.device)
+            there = grad.detach()[torch.unravel_index(at, grad.shape)]
+        loud = first + step * np.flatnonzero(bits_of(there).cpu().numpy())
+        if not len(loud):
             return True
         if self.indices.numel() == 0:
             return False
-        place = torch.searchsorted(self.indices, loud.to(self.indices.dtype))
-        place.clamp_(max=self.indices.numel() - 1)
-        return bool((self.indices[place] == loud).all())
+        sought = torch.from_numpy(loud).to(self.indices)
+        place = torch.searchsorted(self.indices, sought).clamp_(max=self.indices.numel() - 1)
+        return torch.equal(self.indices[place], sought)
 
 
 def _memory(tensor: torch.Tensor) -> StorageWeakRef:

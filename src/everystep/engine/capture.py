@@ -206,6 +206,7 @@ class Capture:
                 tree=msgspec.json.encode(self._tree),
                 metrics=self._metrics,
                 every=self.cost.every,
+                owed=self.cost.owed,
             )
         )
         self.cost.staged_at_s = time.monotonic()

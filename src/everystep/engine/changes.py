@@ -51,6 +51,7 @@ class Beside:
         self._buffers: list[Held] = []
         self._facts: dict[str, tuple[int, int, TensorSpec]] = {}
         self._prints: dict[str, tuple[int, TensorSpec]] = {}
+        self._rest: dict[str, Held] = {}
         self._texts: dict[tuple[str, str], bytes] = {}
         self._fixed_text = b""
 
@@ -68,7 +69,7 @@ class Beside:
         if captured.version != self._version:
             problem = self._look_anew(captured, parameters)
         rest = [h for h in captured.rest if not h.spec.key.startswith(tuple(self.left_out))]
-        tensors = [*self._written(), *self._differing([*self._buffers, *rest])]
+        tensors = [*self._written(), *self._differing(self._buffers, rest)]
         tree: dict[str, Json] = {}
         for name in _BESIDE:
             value = captured.tree[name]
@@ -114,15 +115,21 @@ class Beside:
                 found.append(Stored(held.spec, bytes_of(held.tensor)))
         return found
 
-    def _differing(self, tensors: Sequence[Held]) -> list[Stored]:
+    def _differing(self, buffers: Sequence[Held], rest: Sequence[Held]) -> list[Stored]:
+        """Those whose bytes or form are not those of the last time."""
+        before = self._rest
+        self._rest = {held.spec.key: held for held in rest}
         found, prints = [], {}
-        for held in tensors:
+        for held in (*buffers, *rest):
+            key = held.spec.key
+            if before.get(key) is held:
+                prints[key] = self._prints[key]
+                continue
             state = xxhash.xxh3_128()
             for chunk in raw.host_chunks(held.tensor, 0, held.tensor.numel()):
                 state.update(chunk)
-            facts = (state.intdigest(), held.spec)
-            prints[held.spec.key] = facts
-            if self._prints.get(held.spec.key) != facts:
+            prints[key] = state.intdigest(), held.spec
+            if self._prints.get(key) != prints[key]:
                 found.append(Stored(held.spec, bytes_of(held.tensor)))
         self._prints = prints
         return found

@@ -20,9 +20,11 @@ from everystep.deltas.hooks import known_now
 from everystep.deltas.known import Known
 from everystep.engine.capture import versions_of
 from everystep.engine.device import Device
+from everystep.errors import StoreFailed
 from everystep.state import raw
-from everystep.state.optimizers import ELEMENTWISE, capture_options, is_zero
+from everystep.state.optimizers import capture_options
 from everystep.state.shards import is_dtensor, shard_of
+from everystep.state.slots import is_immutable
 from everystep.state.tree import Encoder, Held
 from everystep.state.watch import same_objects
 from everystep.types import Json, join_key
@@ -33,6 +35,8 @@ _LOOKED_AT = 64
 """Elements of a gradient, to see whether an optimizer writes it."""
 
 _params = operator.itemgetter("params")
+_gradient = operator.attrgetter("grad")
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -50,11 +54,14 @@ class Taken:
     versions: list[int]
     """Of those that are there, in order."""
     known: dict[int, Known]
-    """By position, what a compression hook knew of the gradient as it is now."""
+    """By position, what a compression hook knew of the gradient; where it is `lasting`, whether
+    that still holds is to be asked."""
     lasting: bool
     """Whether the gradients stay as they are when training goes on: twice already it made new ones
     (`zero_grad` sets them to None), nobody has written old ones, and they have memory of their
     own."""
+    distrust: Callable[[], None]
+    """Have gradients copied from now on: they do not stay as they are."""
     options: Json | None = None
     tensors: list[Held] = field(default_factory=list)
     """In the options."""
@@ -80,12 +87,19 @@ class Options:
     def __init__(self, name: str, optimizer: Optimizer) -> None:
         self._name, self._optimizer = name, optimizer
         self._values: list[dict[str, Any]] = []
+        self._seen: list[object] = []
+        """Names and values, as they were last, where none of them can change by itself."""
 
     def changed(self, encoder: Encoder) -> Json | None:
         """A list of every group's options as in the tree of a full checkpoint; None: they are as
         they were when this was asked last."""
         groups = self._optimizer.param_groups
+        seen = list(chain.from_iterable((*group, *group.values()) for group in groups))
+        if len(seen) == len(self._seen) and same_objects(seen, self._seen):
+            return None
         values = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        immutable = all(is_immutable(v) for group in values for v in group.values())
+        self._seen = seen if immutable else []
         plain = not any(
             isinstance(v, torch.Tensor | list | dict) for g in values for v in g.values()
         )
@@ -114,14 +128,16 @@ class Source:
     ) -> None:
         self.name, self.optimizer = name, optimizer
         self.parameters = parameters_of(optimizer)
+        self._sharded = any(map(is_dtensor, self.parameters))
         self.options = Options(name, optimizer)
         self._take, self._done = take, done
-        self._last: list[weakref.ref[torch.Tensor] | None] = []
+        self._last: list[weakref.ref[torch.Tensor]] = []
         self._last_versions: list[int] = []
         self._sample: tuple[torch.Tensor, int] | None = None
         self._looks: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._replaced = 0
         self._distrusted = False
+        self._owned = False
         self._depth = 0
         self._versions: list[int] = []
         self._places: list[int] = []
@@ -177,44 +193,49 @@ class Source:
     def renew(self) -> None:
         """It updates other parameters from now on."""
         self.parameters = parameters_of(self.optimizer)
-        self._last, self._last_versions, self._replaced = [], [], 0
+        self._sharded = any(map(is_dtensor, self.parameters))
+        self._last, self._last_versions, self._replaced, self._owned = [], [], 0, False
         self.note()
 
     def taken(self) -> Taken:
         """The gradients of all parameters, and what is known of some of them."""
-        whole = [parameter.grad for parameter in self.parameters]
+        whole = list(map(_gradient, self.parameters))
+        present = [gradient for gradient in whole if gradient is not None]
         scale = self.scale()
-        lasting = self._lasting(whole) and scale is None  # fused kernels unscale in place
+        lasting = self._lasting(present) and scale is None  # fused kernels unscale in place
         told, known = known_now(), {}
-        for position, (parameter, gradient) in enumerate(zip(self.parameters, whole, strict=True)):
-            found = told.get(parameter) if told else None  # type: ignore[call-overload]
-            if found is None or gradient is None or found.version != gradient._version:
+        for position, parameter in enumerate(self.parameters if told else ()):
+            gradient, found = whole[position], told.get(parameter)  # type: ignore[call-overload]
+            if found is None or gradient is None:
                 continue
             if lasting:
                 known[position] = found
             elif found.holds(gradient):  # a write through .data is seen in the values alone
                 values = torch.take(gradient.detach(), found.indices.long())
                 known[position] = found._replace(values=values)
-        local = [None if grad is None else _local(grad) for grad in whole]
-        versions = versions_of(grad for grad in local if grad is not None)
-        return Taken(self.name, local, versions, known, lasting, scale=scale)
+        local, versions = whole, self._last_versions
+        if set(map(type, present)) != {torch.Tensor} or any(map(_requires_grad, present)):
+            local = [None if grad is None else _local(grad) for grad in whole]
+            versions = versions_of(grad for grad in local if grad is not None)
+        return Taken(self.name, local, versions, known, lasting, self.distrust, scale=scale)
 
-    def _lasting(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        last = [None if ref is None else ref() for ref in self._last]
-        again = any(a is not None and a is b for a, b in zip(last, gradients, strict=False))
-        self._replaced = 0 if again or not last else self._replaced + 1
-        self._last = [None if grad is None else weakref.ref(grad) for grad in gradients]
-        self._last_versions = [-1 if grad is None else grad._version for grad in gradients]
+    def _lasting(self, present: Sequence[torch.Tensor]) -> bool:
+        alive = {id(grad) for ref in self._last if (grad := ref()) is not None}
+        again = not alive.isdisjoint(map(id, present))
+        self._replaced = 0 if again or not self._last else self._replaced + 1
+        self._last = list(map(weakref.ref, present))
+        self._last_versions = versions_of(present)
         if self._sample is not None and self._sample[0]._version != self._sample[1]:
             self._distrusted = True
         stay = self._replaced >= 2 and not self._distrusted
-        present = [grad for grad in gradients if grad is not None]
         self._sample, self._looks = None, []
         if present and not stay:  # the others are gone when this is looked at
             least = min(present, key=torch.Tensor.numel)
             self._sample = least, least._version
             self._looks = [(grad, _look(grad)) for grad in map(_local, present)]
-        return stay and all(map(_owns, present))
+        if stay and not self._owned:  # later on it is looked at beside training
+            self._owned = all(map(_owns, present))
+        return stay and self._owned
 
     def _look_again(self) -> None:
         """Whether the optimizer itself writes gradients, be it through `.data`."""
@@ -222,15 +243,23 @@ class Source:
         if not all(torch.equal(_look(gradient), before) for gradient, before in looks):
             self._distrusted = True
 
-    def used_gradients_written(self) -> bool:
+    def used_gradients_written(self, taken: Sequence[Taken]) -> bool:
         """Whether gradients were written after the optimizer had used them, as the backward pass
-        of another model's loss does: they are copied from now on."""
-        for ref, version in zip(self._last, self._last_versions, strict=True):
-            gradient = None if ref is None else ref()
-            if gradient is not None and gradient._version != version:
-                self._distrusted = True
-                return True
-        return False
+        of another model's loss does: they are copied from now on.
+
+        Args:
+            taken: of this step.
+
+        Returns:
+            whether it matters, since they have not been copied.
+        """
+        if taken and all(one.lasting for one in taken):
+            written = not all(map(as_taken, taken))
+        else:
+            then = zip([ref() for ref in self._last], self._last_versions, strict=True)
+            written = any(its is not None and its._version != version for its, version in then)
+        self._distrusted = self._distrusted or written
+        return written and any(one.lasting for one in taken)
 
     def distrust(self) -> None:
         """Gradients do not stay as they are: copy them from now on."""
@@ -242,7 +271,7 @@ class Source:
         Returns:
             Whether parameters have been given other memory since.
         """
-        before, self._places = self._places, _places(self.parameters)
+        before, self._places = self._places, self._addresses()
         self._versions = versions_of(self.parameters)
         return before != self._places
 
@@ -250,13 +279,20 @@ class Source:
         """Which parameter was written, or given other memory, since, in words; writes through
         `.data` are not seen."""
         now = versions_of(self.parameters)
-        places = _places(self.parameters)
+        places = self._addresses()
         if now == self._versions and places == self._places:
             return None
         before = zip(self._versions, self._places, strict=True)
         pairs = zip(zip(now, places, strict=True), before, strict=False)
         position = next((n for n, (one, other) in enumerate(pairs) if one != other), len(now))
         return f"parameter {position} of {self.name} was changed outside of the optimizer"
+
+    def _addresses(self) -> list[int]:
+        """Of the parameters, or their local parts."""
+        local: Iterable[torch.Tensor] = self.parameters
+        if self._sharded:
+            local = [getattr(tensor, "_local_tensor", tensor) for tensor in local]
+        return list(map(torch.Tensor.data_ptr, local))
 
     def scale(self) -> Json | None:
         """What a gradient scaler has left for a fused kernel: float32 bits."""
@@ -269,30 +305,6 @@ class Source:
         """Take the hooks away."""
         while self._handles:
             self._handles.pop().remove()
-
-
-def _places(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """The addresses of (local) tensors."""
-    return [getattr(tensor, "_local_tensor", tensor).data_ptr() for tensor in tensors]
-
-
-def unrepeatable(optimizer: Optimizer) -> str | None:
-    """Why what an optimizer does cannot be done again from its gradients; None: nothing is known
-    that speaks against it."""
-    if is_zero(optimizer):
-        return "a ZeroRedundancyOptimizer"
-    if type(optimizer) not in ELEMENTWISE and any(map(is_dtensor, parameters_of(optimizer))):
-        return "it may compute with whole parameters, of which this rank has a shard"
-    if type(optimizer) is torch.optim.SGD and any(
-        group["fused"] and group["momentum"] and _has_bfloat16(group["params"])
-        for group in optimizer.param_groups
-    ):  # docs/exactness.md
-        return "torch's fused SGD with momentum computes with what lies behind a bfloat16 buffer"
-    return None
-
-
-def _has_bfloat16(tensors: Iterable[torch.Tensor]) -> bool:
-    return any(tensor.dtype == torch.bfloat16 for tensor in tensors)
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
@@ -327,7 +339,13 @@ def code(taken: Taken, parameters: Sequence[Parameter], device: Device | None) -
     Args:
         parameters: parallel to the gradients.
         device: how bytes leave the device, where it is not the host.
+
+    Raises:
+        StoreFailed: gradients that were to stay as they are may be written unseen.
     """
+    if taken.lasting and not all(grad is None or _owns(grad) for grad in taken.gradients):
+        taken.distrust()
+        raise StoreFailed("gradients share memory with other tensors, and did not before")
     coded = []
     for position, (gradient, one) in enumerate(zip(taken.gradients, parameters, strict=True)):
         known = taken.known.get(position)
@@ -355,11 +373,19 @@ def code(taken: Taken, parameters: Sequence[Parameter], device: Device | None) -
     return coded
 
 
+def as_taken(taken: Taken) -> bool:
+    """Whether nobody has written the gradients since."""
+    present = [gradient for gradient in taken.gradients if gradient is not None]
+    return versions_of(present) == taken.versions
+
+
 def unwritten(taken: Taken) -> bool:
     """Whether gradients that were to stay as they are have; they are let go of."""
-    present = [gradient for gradient in taken.gradients if gradient is not None]
+    stayed = not taken.lasting or as_taken(taken)
     taken.gradients = []
-    return not present or versions_of(present) == taken.versions
+    if not stayed:
+        taken.distrust()
+    return stayed
 
 
 def _on_host(gradient: torch.Tensor, device: Device | None) -> torch.Tensor:

@@ -48,6 +48,8 @@ class Cost:
     every: int = 1
     due: bool = True
     """A checkpoint of this step was to be taken."""
+    owed: bool = False
+    """It was, whatever its number: the log goes on from it only."""
     logged: bool = False
     """A delta of it was to be handed over."""
     logged_bytes: int = 0

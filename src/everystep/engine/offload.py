@@ -95,7 +95,8 @@ class Engine:
         self._steps_staged = 0
         self._window = Window()
         self._writer_order: dict[str | None, int] = {}
-        self._changed, self._stop, self._owed = threading.Condition(), False, False
+        self._changed, self._stop = threading.Condition(), False
+        self._owed = self._owed_waits = False
         self._update_from_s = 0.0
         self._hooks: list[Any] = []
         for name, optimizer in objects.optimizers.items():
@@ -168,8 +169,8 @@ class Engine:
         cost.step = step
         try:
             cost.every = self._interval.steps if self._auto else self._every
-            cost.due = self._owed or self._first or step % cost.every == 0
-            self._owed = False
+            cost.owed, self._owed = self._owed, False
+            cost.due = cost.owed or self._first or step % cost.every == 0
             if cost.due or self._capture is None or self._capture.done:
                 self._end_capture(cost)
             if cost.due:
@@ -185,9 +186,10 @@ class Engine:
         """What the step that is going on has cost so far."""
         return self._cost
 
-    def owe(self) -> None:
-        """Take a checkpoint of the next step, whatever its number."""
-        self._owed = True
+    def owe(self, *, wait: bool = False) -> None:
+        """Take a checkpoint of the next step, whatever its number, that must become durable; with
+        `wait`, training waits for room for it."""
+        self._owed, self._owed_waits = True, wait
 
     def set_every(self, every: int | Literal["auto"]) -> None:
         """Take one at every so many steps from now on."""
@@ -243,7 +245,7 @@ class Engine:
             rest = [held.spec for held in captured.rest]
         place = self._place
         with cost.stalled("staging"):
-            wait = now or self._policy == "block"
+            wait = now or self._policy == "block" or (cost.owed and self._owed_waits)
             room = self._sink.acquire(_BLOCK_WAIT_S if wait else _SKIP_WAIT_S)
         if room is None or place is None:
             cost.error = "there was no room in staging memory"

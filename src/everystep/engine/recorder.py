@@ -18,9 +18,9 @@ from everystep.agent.sink import RecordSink
 from everystep.deltas.delta import Delta, Layout, Stored, Update
 from everystep.deltas.packing import pack, pack_layout
 from everystep.engine.changes import Beside, bytes_of
-from everystep.engine.gradients import Apart, Source, Taken, code, unrepeatable, unwritten
+from everystep.engine.gradients import Apart, Source, Taken, code, unwritten
 from everystep.engine.meter import Cost
-from everystep.engine.owned import accelerator, keys_of, pieces
+from everystep.engine.owned import accelerator, keys_of, pieces, unrepeatable
 from everystep.errors import EverystepError, StoreFailed, Unsupported
 from everystep.state.capture import Objects
 from everystep.state.draws import Draws
@@ -99,7 +99,7 @@ class Recorder:
         self._policy, self.share_replicas = policy, share_replicas
         self._device = accelerator(objects)
         self._chained, self._slices, self._versions, self._told = chained, slices, versions, told
-        self._recapture = Recapture(objects, ranks.world_size)
+        self._recapture = Recapture(objects, ranks.world_size, versions=False)
         self._beside = Beside(objects.extras)
         self._keys: set[str] = set()
         self._rota: Rota | None = None
@@ -139,7 +139,9 @@ class Recorder:
     def _take(self, source: Source, problem: str | None) -> None:
         """An optimizer is about to write."""
         started_s = time.monotonic()
-        wait([step.prints for step, _ in self._steps if step.prints is not None])
+        for step, _ in self._steps:
+            if step.prints is not None and not step.prints.done():
+                wait([step.prints])
         layout = self._layout
         problem = problem or source.written_beside()
         try:
@@ -224,8 +226,7 @@ class Recorder:
             problem = source.unfinished() or problem or written
             if written is not None:
                 self._moved = source.note() or self._moved
-            lasting = any(one.lasting for one in taken if one.optimizer == source.name)
-            if source.used_gradients_written() and lasting:
+            if source.used_gradients_written([t for t in taken if t.optimizer == source.name]):
                 problem = problem or f"gradients of {source.name} were written after their use"
         if self._moved:
             self._moved = False
@@ -344,7 +345,7 @@ class Recorder:
             for part in parts:
                 view[at : at + len(part)] = part.data
                 at += len(part)
-            if not all([self._unwritten(taken) for taken in one.taken]):
+            if not all([unwritten(taken) for taken in one.taken]):
                 raise StoreFailed("a gradient was written while it was read")
         except BaseException:
             self._sink.withdraw()
@@ -354,13 +355,6 @@ class Recorder:
         self._told(one.number, nbytes)
         self._sink.publish(one.number)
         one.cost.logged_bytes, one.cost.logged_at_s = nbytes, time.monotonic()
-
-    def _unwritten(self, taken: Taken) -> bool:
-        as_they_were = unwritten(taken)
-        for source in self._sources:
-            if not as_they_were and source.name == taken.optimizer:
-                source.distrust()
-        return as_they_were
 
     def _fingerprint(self, one: _Step) -> npt.NDArray[np.uint64]:
         state, one.state = one.state, []
@@ -396,3 +390,4 @@ class Recorder:
                 self._device.close()
             self._steps.clear()
             self._taken, self._layout, self._proved = [], None, []
+            self._sources = []  # nothing goes in a circle: objects end with their owner

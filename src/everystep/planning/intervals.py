@@ -265,16 +265,29 @@ class Choice(Struct, frozen=True):
     calm: int = 0
     """Observations in a row by which another choice would have been worth the change."""
 
-    def observe(self, costs: Costs, limits: Limits | None = None) -> Choice:
+    def observe(
+        self,
+        costs: Costs,
+        limits: Limits | None = None,
+        *,
+        full_every: int | None = None,
+        batch: int | None = None,
+    ) -> Choice:
         """The choice after the costs were measured again.
 
         It changes at once when it breaks a limit; else only after `PATIENCE` observations in a row
         by which the best would save at least the share `GAIN` of the waste.
 
+        Args:
+            costs: of the run.
+            limits: to be respected; None: the defaults.
+            full_every: F, where it is given.
+            batch: B, where it is given.
+
         Raises:
             UsageError: no choice respects the limits.
         """
-        best = choose(costs, limits)
+        best = choose(costs, limits, full_every=full_every, batch=batch)
         if broken(costs, limits, self.full_every, self.batch) is not None:
             return best
         now = predict(costs, self.full_every, self.batch).share

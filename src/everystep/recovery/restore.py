@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from everystep.state.capture import Objects
 from everystep.state.inplace import standing_slots
 from everystep.state.ranks import Ranks
 from everystep.state.tree import Decoder
+from everystep.store import format as fmt
 from everystep.store.chains import Chain, Excluded
 from everystep.store.format import RankRecord, TimelineRecord
 from everystep.store.run import Listing, Run
@@ -95,6 +97,8 @@ def restore(
             _apply(objects, proved, ranks, strict, copy)
             _set_aside(run, failed, excluded, chain, ranks)
             return Restored(chain, plan.timeline)
+        proved = None  # another state comes in its place
+        _let_go(error)
         reason = _first(reasons)
         _log.warning("step %s cannot be used: %s", chain.ref, reason)
         failed.append((chain, reason))
@@ -241,6 +245,15 @@ def _excluded(told: Json) -> Excluded:
     )
 
 
+def _let_go(error: BaseException | None) -> None:
+    """Empty the frames in which an error came up: they hold the state that has failed."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 def _first(reasons: Sequence[tuple[Json, Excluded]]) -> str:
     told = enumerate(reason for reason, _ in reasons)
     return next(f"rank {rank}: {reason[1]}" for rank, reason in told if reason is not None)
@@ -308,6 +321,7 @@ def require_fresh(listing: Listing) -> None:
         CannotRestore: there are files that belong to later steps, or to something else.
     """
     begun = [entry.ref for entry in listing.steps] + [ref for ref, _ in listing.loose]
+    begun += _without_full(listing)
     later = [ref for ref in begun if ref.step > 1]
     strangers = [name for name in listing.strangers if "/." not in "/" + name]
     if later:
@@ -331,3 +345,21 @@ def require_fresh(listing: Listing) -> None:
             f"the run has had step {had[-1]}, and the current timeline has no complete step",
             hint="look at everystep verify RUN, or begin in another directory",
         )
+
+
+def _without_full(listing: Listing) -> list[StepRef]:
+    """Steps that segments of the log begin with whose full checkpoint is gone.
+
+    A log that is older than a session which began anew was found to be worthless then; one whose
+    full is there in part was cut off while that was being written.
+    """
+    anew = max((s.session for s in listing.sessions if s.restored is None), default=0)
+    partly = {entry.ref for entry in listing.steps} | {ref for ref, _ in listing.loose}
+    found = []
+    for segment in (log.segment for log in listing.logs):
+        base = StepRef(segment.timeline, segment.base)
+        begun = fmt.step_directory(base) + "/"
+        being_written = any(name.startswith(begun) for name in listing.strangers)
+        if segment.session >= anew and base not in partly and not being_written:
+            found.append(StepRef(segment.timeline, segment.base + 1))
+    return found

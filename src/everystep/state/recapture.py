@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -47,10 +47,11 @@ class Captured(NamedTuple):
     """Parallel to `fixed`: the optimizer whose `step()` writes the tensor. None: buffers, frozen
     parameters, and parameters in no optimizer."""
     rest: Sequence[Held]
-    """All other tensors, captured anew each time."""
+    """All other tensors, captured anew each time; one that is the same object as the time before
+    has the same bytes."""
     versions: Sequence[int | None]
     """Parallel to `fixed`: of parameters and buffers, what rises with every write in place; None
-    where it was not read (slots, and parts of DTensors)."""
+    where it was not read (slots, parts of DTensors, and if it was not asked for)."""
     tree: Json
     """As in `State`; parts that have not changed are `msgspec.Raw`."""
     unmoved: Callable[[], bool]
@@ -64,10 +65,13 @@ class Recapture:
     """Captures the same objects again and again, fully only where something has changed.
 
     It holds references to what it compares, until the next `now()` finds it replaced.
+
+    Args:
+        versions: whether `Captured.versions` is asked for.
     """
 
-    def __init__(self, objects: Objects, world_size: int) -> None:
-        self._objects, self._world_size = objects, world_size
+    def __init__(self, objects: Objects, world_size: int, *, versions: bool = True) -> None:
+        self._objects, self._world_size, self._versions = objects, world_size, versions
         self._version = 0
         self._watchful = False
         self._known: _Known | None = None
@@ -93,7 +97,7 @@ class Recapture:
             del known  # before the walk: what was replaced can be freed
         state = capture(self._objects, self._world_size)
         self._version += 1
-        known = _Known(self._objects, self._world_size, state, self._version)
+        known = _Known(self._objects, self._world_size, state, self._version, self._versions)
         if known.comparable:
             self._known = known
         rest = [held for key, held in state.held.items() if key not in known.keys]
@@ -103,11 +107,15 @@ class Recapture:
 class _Known:
     """A full capture, and all by which a change since then is noticed."""
 
-    def __init__(self, objects: Objects, world_size: int, state: State, version: int) -> None:
+    def __init__(
+        self, objects: Objects, world_size: int, state: State, version: int, versions: bool
+    ) -> None:
         self._objects, self._version = objects, version
+        self._random = _Random()
         names = {name: names_of(model, world_size) for name, model in objects.models.items()}
         self._models = {
-            name: _Model(name, model, names[name], state) for name, model in objects.models.items()
+            name: _Model(name, model, names[name], state, versions)
+            for name, model in objects.models.items()
         }
         in_models: dict[object, str] = {}
         for model in self._models.values():
@@ -119,6 +127,7 @@ class _Known:
         parts: list[_Model | Slots] = [*self._models.values(), *self._optimizers.values()]
         self.keys = {key for part in parts for key in part.keys}
         self.fixed = [held for key, held in state.held.items() if key in self.keys]
+        self._no_versions: list[int | None] = [None] * len(self.fixed)
         places = {held.spec.key: position for position, held in enumerate(self.fixed)}
         for model in self._models.values():
             model.find_versions(places)
@@ -139,10 +148,10 @@ class _Known:
 
     def again(self) -> Captured | None:
         """The state now, None where only a full capture can tell."""
-        random_state = rng.global_state()
+        random_state = self._random.now()
         if not all(model.same() for model in self._models.values()):
             return None
-        encoder = _Rest()
+        encoder = _Rest(self._random)
         try:
             tree: dict[str, Json] = {"models": {}, "optimizers": {}}
             in_models: dict[object, str] = {}
@@ -154,16 +163,22 @@ class _Known:
                 encoder.new_section(in_models, among=slots.known)
                 tree["optimizers"][name] = slots.again(encoder)
         except Changed:
-            if not rng.same_global_state(random_state):  # what was asked so far has drawn
-                rng.set_global_state(random_state)
+            self._put_back(random_state)
             return None
         encoder.new_section()
-        tree |= capture_beside(self._objects, random_state, encoder, asked=self._asks)
+        tree |= capture_beside(self._objects, random_state, encoder, asked=False)
+        if self._asks:
+            self._put_back(random_state)
         return self.captured(list(encoder.held.values()), tree)
+
+    def _put_back(self, random_state: dict[str, Any]) -> None:
+        """Undo what those have drawn who were asked for their state."""
+        if self._random.drawn():
+            rng.set_global_state(random_state)
 
     def captured(self, rest: Sequence[Held], tree: Json) -> Captured:
         """The state, whose models have just been looked at."""
-        versions: list[int | None] = [None] * len(self.fixed)
+        versions = self._no_versions.copy()
         for model in self._models.values():
             for position, version in zip(model.positions, model.versions, strict=True):
                 versions[position] = version
@@ -198,8 +213,46 @@ def _writers(
     ]
 
 
+class _Random:
+    """The states of the global generators, encoded anew only where somebody has drawn."""
+
+    def __init__(self) -> None:
+        self._watched = rng.Watched()
+        self.state: dict[str, Any] = {}
+        self.json: Json = None
+        self.held: dict[str, Held] = {}
+
+    def now(self) -> dict[str, Any]:
+        """See `rng.Watched.now`."""
+        state = self._watched.now()
+        if state is not self.state:
+            encoder = Encoder()
+            self.json = Raw(_encoded(encoder.encode(state, join_key("rng"))))
+            self.state, self.held = state, encoder.held
+        return state
+
+    def drawn(self) -> bool:
+        """See `rng.Watched.drawn`."""
+        return self._watched.drawn()
+
+
 class _Rest(Encoder):
-    """Collects only tensors that are none of the fixed ones."""
+    """Collects only tensors that are none of the fixed ones.
+
+    Args:
+        random: what its state is encoded to is known.
+    """
+
+    def __init__(self, random: _Random) -> None:
+        super().__init__()
+        self._random = random
+
+    def encode(self, value: object, key: str, *, replicated: bool = False, depth: int = 0) -> Json:
+        """As in `Encoder`."""
+        if value is self._random.state:
+            self.held |= self._random.held
+            return self._random.json
+        return super().encode(value, key, replicated=replicated, depth=depth)
 
     def new_section(
         self,
@@ -237,7 +290,9 @@ _AT_ONCE = 500
 class _Model:
     """One model as it was captured."""
 
-    def __init__(self, name: str, model: nn.Module, names: ModelNames, state: State) -> None:
+    def __init__(
+        self, name: str, model: nn.Module, names: ModelNames, state: State, versions: bool
+    ) -> None:
         self._name, self._names = name, names
         self._watch = ModuleWatch(model)
         self.tensors = self._watch.tensors
@@ -245,7 +300,7 @@ class _Model:
         self._counted = {  # those whose writes are counted where they are seen
             key: tensor
             for key, tensor in zip(keys, names.tensors.values(), strict=True)
-            if not is_dtensor(tensor) and not tensor.is_inference()
+            if versions and not is_dtensor(tensor) and not tensor.is_inference()
         }
         self.positions: list[int] = []
         """Where in `fixed` those are of which `versions` tells."""

@@ -30,6 +30,43 @@ def global_state() -> dict[str, Any]:
     return state
 
 
+class Watched:
+    """The state of all global generators, asked for again and again."""
+
+    def __init__(self) -> None:
+        self._marks: list[object] = []
+        self._devices: list[bytes] = []
+        self._state: dict[str, Any] = {}
+
+    def now(self) -> dict[str, Any]:
+        """As `global_state`; the same dict, with the same tensors, while nobody has drawn."""
+        # looked at before the state: what another thread draws meanwhile is seen the next time
+        marks, devices = _marks(), [state.numpy().tobytes() for state in device_states()]
+        if marks != self._marks or devices != self._devices:
+            self._marks, self._devices, self._state = marks, devices, global_state()
+        return self._state
+
+    def drawn(self) -> bool:
+        """Whether anything was drawn from those of the host since `now`."""
+        return _marks() != self._marks
+
+
+def _marks() -> list[object]:
+    """What differs where the states of the host's generators do."""
+    return [
+        random.getstate(),
+        _comparable(np.random.get_state(legacy=False)),
+        torch.get_rng_state().numpy().tobytes(),
+    ]
+
+
+def _comparable(state: Any) -> Any:
+    """NumPy's state with bytes in place of arrays, which have no plain equality."""
+    if isinstance(state, dict):
+        return {name: _comparable(value) for name, value in state.items()}
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
 def device_states() -> list[torch.Tensor]:
     """Of the accelerators' generators, where they have been used."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

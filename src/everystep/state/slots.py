@@ -261,12 +261,13 @@ class _Group:
         ):
             encoded = capture_options(name, index, group, encoder)
             json = {"parameters": self._names, "options": encoded}
-            if not all(_is_immutable(v) for option, v in group.items() if option != "params"):
+            if not all(is_immutable(v) for option, v in group.items() if option != "params"):
                 return json
             self._options, self._json = options, Raw(_encoded(json))
         return self._json
 
 
-def _is_immutable(value: object) -> bool:
+def is_immutable(value: object) -> bool:
+    """Whether a value, or each of a tuple's, is a scalar, and so cannot change by itself."""
     parts = value if type(value) is tuple else (value,)
     return all(type(part) in _SCALARS for part in parts)

@@ -22,8 +22,7 @@ except ImportError:  # they are no part of torch's public interface
 _AT_ONCE = 500
 """Tensors per comparison: so few stay in the processor's cache from one property to the next."""
 
-_PARTS = attrgetter("_parameters", "_buffers", "_modules")
-_NON_PERSISTENT = attrgetter("_non_persistent_buffers_set")
+_HELD = attrgetter("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _VALUES = methodcaller("values")
 
 
@@ -117,7 +116,8 @@ class ModuleWatch:
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(_reachable(model))
         self._kinds = list(map(type, self._modules))
-        self._class_facts = _class_facts(set(self._kinds))
+        self._classes = set(self._kinds)
+        self._class_facts = _class_facts(self._classes)
         self._saving = [
             module
             for module in self._modules
@@ -127,9 +127,24 @@ class ModuleWatch:
             m for m in self._modules if isinstance(m, nn.parallel.DistributedDataParallel)
         ]
         self._wrapper_facts = _wrapper_facts(self._wrappers)
-        self._lengths, self._names, self._things = _contents(self._modules)
-        self._non_persistent = [set(names) for names in map(_NON_PERSISTENT, self._modules)]
+        held = _held(self._modules)
+        self._lengths = list(map(len, held))
+        self._take_up(held)
+        self._names, self._things = self._contents()
+        self._non_persistent = list(map(frozenset, self._sets))
         self._loose = set(_loose_positions(self._modules))
+
+    def _take_up(self, held: list[Any]) -> None:
+        """Remember the containers themselves, and which of them are to be looked into."""
+        self._containers = held
+        filled = [part for part, length in zip(held, self._lengths, strict=True) if length]
+        self._dicts = [part for part in filled if not isinstance(part, set)]
+        self._sets = [part for part in filled if isinstance(part, set)]
+
+    def _contents(self) -> tuple[list[str], list[object]]:
+        """The names of all that the modules hold, and the things themselves."""
+        names = list(chain.from_iterable(self._dicts))
+        return names, list(chain.from_iterable(map(_VALUES, self._dicts)))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -142,14 +157,18 @@ class ModuleWatch:
 
     def same(self) -> bool:
         """Whether all modules hold the same objects under the same names as they did."""
-        lengths, names, things = _contents(self._modules)
+        held = _held(self._modules)
+        if list(map(len, held)) != self._lengths:
+            return False
+        if not same_objects(held, self._containers):
+            self._take_up(held)
+        names, things = self._contents()
         return (
-            lengths == self._lengths
-            and names == self._names
-            and list(map(_NON_PERSISTENT, self._modules)) == self._non_persistent
+            names == self._names
+            and self._sets == self._non_persistent
             and (same_objects(things, self._things) or self._only_loose(things))
             and same_objects(map(type, self._modules), self._kinds)
-            and _class_facts(set(self._kinds)) == self._class_facts
+            and _class_facts(self._classes) == self._class_facts
             and _wrapper_facts(self._wrappers) == self._wrapper_facts
             and not any(map(_hides, self._saving))
         )
@@ -176,11 +195,9 @@ def _reachable(model: nn.Module) -> dict[nn.Module, None]:
     return found
 
 
-def _contents(modules: Sequence[nn.Module]) -> tuple[list[int], list[str], list[object]]:
-    """What modules hold: how many, under which names, and which objects."""
-    parts = list(chain.from_iterable(map(_PARTS, modules)))
-    things = list(chain.from_iterable(map(_VALUES, parts)))
-    return list(map(len, parts)), list(chain.from_iterable(parts)), things
+def _held(modules: Sequence[nn.Module]) -> list[Any]:
+    """Of each module the dicts of what it holds, and the set of names that are not stored."""
+    return list(chain.from_iterable(map(_HELD, modules)))
 
 
 def _loose_positions(modules: Sequence[nn.Module]) -> Iterable[int]:

@@ -1,12 +1,13 @@
-"""A process that has imported torch, from which trainers are forked in milliseconds.
+"""A process that has imported torch, from which trainers and ranks are forked in milliseconds.
 
-It has one thread when it forks, and so have the trainers when they begin. It alone reaps them: a
-process identity is not reused before its status has been asked for, so that a test kills the
-process that it means.
+It has one thread when it forks, and so have they when they begin. It alone reaps them: a process
+identity is not reused before its status has been asked for, so that a test kills the process that
+it means.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -15,7 +16,9 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from waiting import until
 
@@ -24,7 +27,7 @@ _END_S = 60.0
 
 
 class Child:
-    """A forked trainer."""
+    """A forked process."""
 
     def __init__(self, zygote: Zygote, pid: int, log: Path) -> None:
         self._zygote, self.pid, self.log = zygote, pid, log
@@ -84,8 +87,8 @@ class Zygote:
         return answer
 
     def start(self, function: str, log: Path, **arguments: object) -> Child:
-        """Fork, and call `crash.trainer.FUNCTION(**arguments)`, or `crash.MODULE.FUNCTION` where it
-        has a module; what it prints goes to `log`."""
+        """Fork, and call `function(**arguments)`, such as `crash.trainer.train`; what it prints
+        goes to `log`. Its module is imported before the fork, once for all."""
         request = {"start": function, "log": str(log), "arguments": arguments}
         pid = self.ask(request)["pid"]
         assert pid is not None
@@ -97,6 +100,22 @@ class Zygote:
         status = child.wait()
         assert status == 0, f"{status}: {child.said()}"
         return child.said()
+
+    def run_ranks(
+        self, function: str, folder: Path, size: int, deadline_s: float, **arguments: object
+    ) -> None:
+        """Start a job of `size` ranks, `function(rank=…, world_size=…, folder=…, **arguments)`
+        each, and wait for a good end of all."""
+        logs = [folder / f"log-{rank}" for rank in range(size)]
+        shared: dict[str, object] = {"world_size": size, "folder": str(folder), **arguments}
+        ranks = [self.start(function, log, rank=rank, **shared) for rank, log in enumerate(logs)]
+        try:
+            statuses = [child.wait(deadline_s) for child in ranks]
+        finally:
+            for child in ranks:
+                child.kill()
+                child.wait()
+        assert statuses == [0] * size, "\n".join(child.said()[-3000:] for child in ranks)
 
     def __enter__(self) -> Zygote:
         return self
@@ -119,13 +138,16 @@ def _serve() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as run:  # what torch loads late is loaded before the fork
         trainer.warm_up(run)
+    gc.collect()
+    gc.freeze()  # a collection in a child would write to, and so copy, every page of all modules
     children: set[int] = set()
     for line in sys.stdin:
         request = json.loads(line)
         if "start" in request:
+            called = _find(request["start"])
             pid = os.fork()
             if pid == 0:
-                _become(request)
+                _become(called, request)
             children.add(pid)
             answer = {"pid": pid}
         elif "poll" in request:
@@ -133,7 +155,7 @@ def _serve() -> None:
             children.discard(pid)
             answer = {"status": os.waitstatus_to_exitcode(status) if pid else None}
         else:
-            answer = {"threads": len(os.listdir("/proc/self/task"))}
+            answer = {"threads": _threads()}
         print(json.dumps(answer), flush=True)
     for pid in children:
         os.kill(pid, signal.SIGKILL)
@@ -141,19 +163,29 @@ def _serve() -> None:
     os._exit(0)  # tidying up torch takes seconds
 
 
-def _become(request: dict[str, object]) -> None:
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _find(function: str) -> Callable[..., Any]:
+    """The function of that name; its module must not start threads."""
+    module, _, name = function.rpartition(".")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    assert _threads() == 1, f"{module} has started threads"
+    return found
+
+
+def _become(called: Callable[..., Any], request: dict[str, Any]) -> None:
     """In the child: the function, and then the end, whatever happens."""
     status = 1
     try:
-        log = os.open(str(request["log"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
         os.close(0)
         os.open(os.devnull, os.O_RDONLY)
-        module, _, name = str(request["start"]).rpartition(".")
-        found = importlib.import_module(f"crash.{module or 'trainer'}")
-        getattr(found, name)(**request["arguments"])  # type: ignore[arg-type]
+        called(**request["arguments"])
         status = 0
     except SystemExit as end:
         status = int(end.code or 0)
