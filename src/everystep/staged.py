@@ -36,6 +36,10 @@ from everystep.types import Json, StepRef
 _log = logging.getLogger("everystep")
 
 
+_TOLD_AT_ONCE = 8
+"""So many steps' statistics go to the agent at a time: one after the other they cost more."""
+
+
 class Staged:
     """A session whose steps go through staging memory."""
 
@@ -148,7 +152,8 @@ class Staged:
         except StoreError as error:
             cost.error = entry.error = error.headline()
             self._outcomes.failed(ref, error)
-        self._tell_costs(finished_only=True)
+        if len(self._costs) >= _TOLD_AT_ONCE:
+            self._tell_costs(finished_only=True)
         self.hear()
 
     def refresh(self) -> None:

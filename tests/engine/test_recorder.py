@@ -15,7 +15,7 @@ from torch import nn
 from everystep.deltas.delta import Delta, Form, Layout
 from everystep.deltas.encodings import decode
 from everystep.deltas.packing import unpack, unpack_layout
-from everystep.engine import gradients, recorder
+from everystep.engine import recorder, taken
 from everystep.engine.meter import Cost
 from everystep.engine.recorder import Recorder
 from everystep.errors import Unsupported
@@ -382,7 +382,7 @@ def test_what_cannot_be_encoded_is_a_gap(rig: Make, monkeypatch: pytest.MonkeyPa
         raise Unsupported("a gradient of dtype float6")
 
     r = rig(chained=1)
-    monkeypatch.setattr(gradients, "encode", refuses)
+    monkeypatch.setattr(taken, "encode", refuses)
     assert r.steps(1) == ["a gradient of dtype float6"]
     monkeypatch.undo()
     assert r.steps(1) == [None]
@@ -529,7 +529,7 @@ def test_a_mistake_is_raised_once(rig: Make, monkeypatch: pytest.MonkeyPatch) ->
         raise KeyError("a mistake of ours")
 
     r = rig(chained=1)
-    monkeypatch.setattr(recorder, "pack", mistaken)
+    monkeypatch.setattr(taken, "pack", mistaken)
     assert r.steps(1) == [None]
     r.recorder.settle()
     with pytest.raises(KeyError, match="a mistake of ours"):

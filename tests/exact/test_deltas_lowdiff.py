@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everystep import Checkpointer, load
 from everystep.agent.tail import Tail
-from everystep.engine import recorder
+from everystep.engine import taken
 from everystep.errors import StoreFailed
 from everystep.store.chains import plan_chains
 from everystep.store.run import Run
@@ -292,14 +292,14 @@ def test_a_failure_beside_training_is_told(
     """A delta that cannot be written is a gap: said, and followed by a full checkpoint."""
     states = states_of(normed)
     scene = normed(1)
-    pack = recorder.pack
+    pack = taken.pack
 
     def fails(delta: Any) -> Any:
         if delta.step == 4:
             raise StoreFailed("no space left on device")
         return pack(delta)
 
-    monkeypatch.setattr(recorder, "pack", fails)
+    monkeypatch.setattr(taken, "pack", fails)
     with scene.checkpointer(run_dir, strategy=LOGGED, retention=ALL) as ck:
         for t in range(ck.restore(), 7):
             scene.step(t)
@@ -320,7 +320,7 @@ def test_a_mistake_beside_training_ends_it(run_dir: Path, monkeypatch: pytest.Mo
         raise KeyError("a mistake of ours")
 
     scene = normed(1)
-    monkeypatch.setattr(recorder, "pack", mistaken)
+    monkeypatch.setattr(taken, "pack", mistaken)
     with scene.checkpointer(run_dir, strategy=LOGGED, retention=ALL) as ck:
         with pytest.raises(KeyError, match="a mistake of ours"):
             for t in range(ck.restore(), 7):

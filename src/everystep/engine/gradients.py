@@ -5,31 +5,22 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from everystep.deltas.delta import Coded, Form, Parameter
-from everystep.deltas.encodings import encode, encode_known
 from everystep.deltas.hooks import known_now
-from everystep.deltas.known import Known
 from everystep.engine.capture import versions_of
-from everystep.engine.device import Device
-from everystep.errors import StoreFailed
+from everystep.engine.taken import Taken, as_taken, owns_memory
 from everystep.state import raw
 from everystep.state.optimizers import capture_options
 from everystep.state.shards import is_dtensor, shard_of
 from everystep.state.slots import is_immutable
-from everystep.state.tree import Encoder, Held
+from everystep.state.tree import Encoder
 from everystep.state.watch import same_objects
 from everystep.types import Json, join_key
-
-ABSENT = Coded(Form.ABSENT, "", 0, np.empty(0, np.uint8), np.empty(0, np.uint8))
 
 _LOOKED_AT = 64
 """Elements of a gradient, to see whether an optimizer writes it."""
@@ -42,31 +33,6 @@ _requires_grad = operator.attrgetter("requires_grad")
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """Its parameters, group after group."""
     return list(chain.from_iterable(map(_params, optimizer.param_groups)))
-
-
-@dataclass
-class Taken:
-    """One call of an optimizer's `step()`, as it begins."""
-
-    optimizer: str
-    gradients: list[torch.Tensor | None]
-    """Local parts where sharded."""
-    versions: list[int]
-    """Of those that are there, in order."""
-    known: dict[int, Known]
-    """By position, what a compression hook knew of the gradient; where it is `lasting`, whether
-    that still holds is to be asked."""
-    lasting: bool
-    """Whether the gradients stay as they are when training goes on: twice already it made new ones
-    (`zero_grad` sets them to None), nobody has written old ones, and they have memory of their
-    own."""
-    distrust: Callable[[], None]
-    """Have gradients copied from now on: they do not stay as they are."""
-    options: Json | None = None
-    tensors: list[Held] = field(default_factory=list)
-    """In the options."""
-    scale: Json | None = None
-    coded: Future[list[Coded]] | None = None
 
 
 class Apart(Encoder):
@@ -141,7 +107,9 @@ class Source:
         self._depth = 0
         self._versions: list[int] = []
         self._places: list[int] = []
-        self.note()
+        # torch's own optimizers write to the memory that is there
+        self._moves = not type(optimizer).__module__.startswith("torch.optim.")
+        self.note(places=True)
         self._handles = [
             optimizer.register_step_pre_hook(self._pre),
             optimizer.register_step_post_hook(self._post),
@@ -195,7 +163,7 @@ class Source:
         self.parameters = parameters_of(self.optimizer)
         self._sharded = any(map(is_dtensor, self.parameters))
         self._last, self._last_versions, self._replaced, self._owned = [], [], 0, False
-        self.note()
+        self.note(places=True)
 
     def taken(self) -> Taken:
         """The gradients of all parameters, and what is known of some of them."""
@@ -204,8 +172,9 @@ class Source:
         scale = self.scale()
         lasting = self._lasting(present) and scale is None  # fused kernels unscale in place
         told, known = known_now(), {}
-        for position, parameter in enumerate(self.parameters if told else ()):
-            gradient, found = whole[position], told.get(parameter)  # type: ignore[call-overload]
+        matches = map(told.get, self.parameters) if told else ()  # type: ignore[arg-type]
+        for position, found in enumerate(matches):
+            gradient = whole[position]
             if found is None or gradient is None:
                 continue
             if lasting:
@@ -234,7 +203,7 @@ class Source:
             self._sample = least, least._version
             self._looks = [(grad, _look(grad)) for grad in map(_local, present)]
         if stay and not self._owned:  # later on it is looked at beside training
-            self._owned = all(map(_owns, present))
+            self._owned = all(map(owns_memory, present))
         return stay and self._owned
 
     def _look_again(self) -> None:
@@ -265,25 +234,35 @@ class Source:
         """Gradients do not stay as they are: copy them from now on."""
         self._distrusted = True
 
-    def note(self) -> bool:
+    def note(self, *, places: bool = False) -> bool:
         """Whatever was written until now is accounted for.
 
+        Args:
+            places: and so is other memory that parameters have been given; else only where the
+                optimizer may have done that.
+
         Returns:
-            Whether parameters have been given other memory since.
+            Whether it was.
         """
-        before, self._places = self._places, self._addresses()
         self._versions = versions_of(self.parameters)
+        if not (places or self._moves):
+            return False
+        before, self._places = self._places, self._addresses()
         return before != self._places
 
-    def written_beside(self) -> str | None:
+    def written_beside(self, *, places: bool = True) -> str | None:
         """Which parameter was written, or given other memory, since, in words; writes through
-        `.data` are not seen."""
+        `.data` are not seen.
+
+        Args:
+            places: False: do not look for other memory now.
+        """
         now = versions_of(self.parameters)
-        places = self._addresses()
-        if now == self._versions and places == self._places:
+        here = self._addresses() if places else self._places
+        if now == self._versions and here == self._places:
             return None
         before = zip(self._versions, self._places, strict=True)
-        pairs = zip(zip(now, places, strict=True), before, strict=False)
+        pairs = zip(zip(now, here, strict=True), before, strict=False)
         position = next((n for n, (one, other) in enumerate(pairs) if one != other), len(now))
         return f"parameter {position} of {self.name} was changed outside of the optimizer"
 
@@ -322,74 +301,5 @@ def _look(gradient: torch.Tensor) -> torch.Tensor:
     return raw.plain_bits(flat[:: max(1, flat.numel() // _LOOKED_AT)].clone())
 
 
-def _owns(gradient: torch.Tensor) -> bool:
-    if gradient.layout is not torch.strided:
-        return True
-    return bool(gradient.untyped_storage().nbytes() == gradient.nbytes)
-
-
 def _bits(value: torch.Tensor) -> int:
     return int(value.detach().float().cpu().reshape(1).view(torch.int32)) & 0xFFFFFFFF
-
-
-def code(taken: Taken, parameters: Sequence[Parameter], device: Device | None) -> list[Coded]:
-    """Write down the gradients. Those that are going to stay as they are may be referred to by what
-    is returned, until `unwritten` has looked once more; others are let go of.
-
-    Args:
-        parameters: parallel to the gradients.
-        device: how bytes leave the device, where it is not the host.
-
-    Raises:
-        StoreFailed: gradients that were to stay as they are may be written unseen.
-    """
-    if taken.lasting and not all(grad is None or _owns(grad) for grad in taken.gradients):
-        taken.distrust()
-        raise StoreFailed("gradients share memory with other tensors, and did not before")
-    coded = []
-    for position, (gradient, one) in enumerate(zip(taken.gradients, parameters, strict=True)):
-        known = taken.known.get(position)
-        if gradient is None:
-            coded.append(ABSENT)
-        elif known is not None and not taken.lasting:
-            places, values = known.indices.cpu(), known.values.cpu()
-            dtype = raw.dtype_name(gradient.dtype)
-            coded.append(encode_known(places, values, dtype, one.start, one.stop))
-        else:
-            # a write through .data leaves no trace but the values themselves
-            sure = known is not None and known.holds(gradient)
-            indices = known.indices.cpu() if known is not None and sure else None
-            host = _on_host(gradient, device)
-            coded.append(encode(host, one.start, one.stop, indices=indices))
-    if not taken.lasting:
-        taken.gradients = []
-        coded = [
-            one._replace(gaps=one.gaps.copy(), values=one.values.copy())
-            if one.form in (Form.DENSE, Form.COO)
-            else one
-            for one in coded
-        ]
-    taken.known = {}
-    return coded
-
-
-def as_taken(taken: Taken) -> bool:
-    """Whether nobody has written the gradients since."""
-    present = [gradient for gradient in taken.gradients if gradient is not None]
-    return versions_of(present) == taken.versions
-
-
-def unwritten(taken: Taken) -> bool:
-    """Whether gradients that were to stay as they are have; they are let go of."""
-    stayed = not taken.lasting or as_taken(taken)
-    taken.gradients = []
-    if not stayed:
-        taken.distrust()
-    return stayed
-
-
-def _on_host(gradient: torch.Tensor, device: Device | None) -> torch.Tensor:
-    if gradient.device.type == "cpu" or device is None:
-        return gradient
-    with device.reading(gradient):
-        return gradient.cpu()

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -16,11 +16,13 @@ import torch
 
 from everystep.agent.sink import RecordSink
 from everystep.deltas.delta import Delta, Layout, Stored, Update
-from everystep.deltas.packing import pack, pack_layout
+from everystep.deltas.packing import pack_layout
 from everystep.engine.changes import Beside, bytes_of
-from everystep.engine.gradients import Apart, Source, Taken, code, unwritten
+from everystep.engine.gradients import Apart, Source
 from everystep.engine.meter import Cost
 from everystep.engine.owned import accelerator, keys_of, pieces, unrepeatable
+from everystep.engine.promise import fulfil
+from everystep.engine.taken import Taken, code, write_record
 from everystep.errors import EverystepError, StoreFailed, Unsupported
 from everystep.state.capture import Objects
 from everystep.state.draws import Draws
@@ -54,7 +56,7 @@ class _Step:
     state: list[torch.Tensor]
     rota: Rota | None
     cost: Cost
-    prints: Future[npt.NDArray[np.uint64]] | None = None
+    prints: Future[npt.NDArray[np.uint64]] = field(default_factory=Future)
     """Done when the state is not read any more."""
 
 
@@ -140,10 +142,10 @@ class Recorder:
         """An optimizer is about to write."""
         started_s = time.monotonic()
         for step, _ in self._steps:
-            if step.prints is not None and not step.prints.done():
+            if not step.prints.done():
                 wait([step.prints])
         layout = self._layout
-        problem = problem or source.written_beside()
+        problem = problem or source.written_beside(places=False)  # `step` looks for that
         try:
             if layout is not None and problem is None:
                 self._take_gradients(source, layout)
@@ -202,11 +204,10 @@ class Recorder:
             self._sender.submit(self._sink.open_log, step - 1, pack_layout(one.layout))
             self._opened = True
         cost.logged = True
-        one.prints = self._thread.submit(self._fingerprint, one)
-        for taken in one.taken:
-            if taken.coded is None:  # only now: the two threads share the interpreter
-                parameters = one.layout.optimizers[taken.optimizer]
-                taken.coded = self._thread.submit(code, taken, parameters, self._device)
+        to_code = [taken for taken in one.taken if taken.coded is None]
+        for taken in to_code:
+            taken.coded = Future()
+        self._thread.submit(self._read, one, to_code)  # once: every call wakes a thread
         self._steps.append((one, self._sender.submit(self._finish, one)))
         self._chained = step
         return None
@@ -218,20 +219,18 @@ class Recorder:
         taken, self._taken = self._taken, []
         problem, self._problem = self._problem, None
         for source in self._sources:
-            if not source.same_parameters():
-                source.renew()
-                problem = problem or f"{source.name} has got other parameters"
             source.come_last()
             written = source.written_beside()
             problem = source.unfinished() or problem or written
             if written is not None:
-                self._moved = source.note() or self._moved
+                self._moved = source.note(places=True) or self._moved
             if source.used_gradients_written([t for t in taken if t.optimizer == source.name]):
                 problem = problem or f"gradients of {source.name} were written after their use"
         if self._moved:
             self._moved = False
             self._recapture.forget()
         captured = self._recapture.now()
+        problem = self._renewed(captured) or problem
         before, layout = self._layout, self._lay_out(captured)
         changes = self._beside.since(captured, self._sources, self._keys)
         problem = problem or self._failed() or changes.problem
@@ -249,6 +248,15 @@ class Recorder:
             step, layout, taken, changes.tensors + options, changes.tree, metrics, self._proved,
             self._rota, cost,
         )  # fmt: skip
+
+    def _renewed(self, captured: Captured) -> str | None:
+        """Which optimizer has got other parameters, in words; it is known what they are then."""
+        if self._laid_out is not None and captured.version == self._laid_out[0]:
+            return None  # the same groups were found
+        others = [source for source in self._sources if not source.same_parameters()]
+        for source in others:
+            source.renew()
+        return f"{others[0].name} has got other parameters" if others else None
 
     @property
     def state_bytes(self) -> int:
@@ -314,6 +322,14 @@ class Recorder:
 
     # ------------------------------------------------------------ the thread beside training
 
+    def _read(self, one: _Step, to_code: list[Taken]) -> None:
+        """Take from live memory what the step's delta needs."""
+        fulfil(one.prints, lambda: self._fingerprint(one))
+        for taken in to_code:
+            parameters = one.layout.optimizers[taken.optimizer]
+            if taken.coded is not None:
+                fulfil(taken.coded, lambda: code(taken, parameters, self._device))  # noqa: B023
+
     def _finish(self, one: _Step) -> None:
         try:
             if self._broken:
@@ -328,7 +344,7 @@ class Recorder:
         self._broken = False
 
     def _send(self, one: _Step) -> None:
-        prints = np.empty(0, np.uint64) if one.prints is None else one.prints.result()
+        prints = one.prints.result()
         updates = []
         for taken in one.taken:
             coded = [] if taken.coded is None else taken.coded.result()
@@ -336,22 +352,10 @@ class Recorder:
             updates.append(Update(taken.optimizer, taken.options, coded, taken.scale))
         metrics = dict(one.metrics)
         delta = Delta(one.number, updates, one.tensors, one.tree, metrics, prints)
-        nbytes, parts = pack(delta)
-        view = self._sink.reserve(nbytes, _WAIT_S if self._policy == "block" else _SKIP_WAIT_S)
-        if view is None:
+        wait_s = _WAIT_S if self._policy == "block" else _SKIP_WAIT_S
+        nbytes = write_record(self._sink, delta, one.taken, wait_s)
+        if nbytes is None:
             raise StoreFailed(f"there was no room for it: {BEHIND}")
-        try:
-            at = 0
-            for part in parts:
-                view[at : at + len(part)] = part.data
-                at += len(part)
-            if not all([unwritten(taken) for taken in one.taken]):
-                raise StoreFailed("a gradient was written while it was read")
-        except BaseException:
-            self._sink.withdraw()
-            raise
-        finally:
-            view.release()
         self._told(one.number, nbytes)
         self._sink.publish(one.number)
         one.cost.logged_bytes, one.cost.logged_at_s = nbytes, time.monotonic()

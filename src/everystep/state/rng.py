@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from everystep.state.rawmarks import numpy_mark, python_mark
+
 Generator = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
 """The generators a user may hand over as extras."""
 
@@ -53,23 +55,14 @@ class Watched:
 
 def _marks() -> list[object]:
     """What differs where the states of the host's generators do."""
-    return [
-        random.getstate(),
-        _comparable(np.random.get_state(legacy=False)),
-        torch.get_rng_state().numpy().tobytes(),
-    ]
-
-
-def _comparable(state: Any) -> Any:
-    """NumPy's state with bytes in place of arrays, which have no plain equality."""
-    if isinstance(state, dict):
-        return {name: _comparable(value) for name, value in state.items()}
-    return state.tobytes() if isinstance(state, np.ndarray) else state
+    inst: Any = random._inst
+    legacy: Any = np.random.mtrand._rand
+    return [python_mark(inst), numpy_mark(legacy), torch.get_rng_state().numpy().tobytes()]
 
 
 def device_states() -> list[torch.Tensor]:
     """Of the accelerators' generators, where they have been used."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.cuda.get_rng_state_all()
     return []
 

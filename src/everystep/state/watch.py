@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from operator import attrgetter, is_, methodcaller
+from operator import is_, itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ except ImportError:  # they are no part of torch's public interface
 _AT_ONCE = 500
 """Tensors per comparison: so few stay in the processor's cache from one property to the next."""
 
-_HELD = attrgetter("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_HELD = itemgetter("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+"""Of a module's attributes."""
+
 _VALUES = methodcaller("values")
 
 
@@ -127,7 +129,8 @@ class ModuleWatch:
             m for m in self._modules if isinstance(m, nn.parallel.DistributedDataParallel)
         ]
         self._wrapper_facts = _wrapper_facts(self._wrappers)
-        held = _held(self._modules)
+        self._attributes = list(map(vars, self._modules))
+        held = _held(self._attributes)
         self._lengths = list(map(len, held))
         self._take_up(held)
         self._names, self._things = self._contents()
@@ -157,7 +160,7 @@ class ModuleWatch:
 
     def same(self) -> bool:
         """Whether all modules hold the same objects under the same names as they did."""
-        held = _held(self._modules)
+        held = _held(self._attributes)
         if list(map(len, held)) != self._lengths:
             return False
         if not same_objects(held, self._containers):
@@ -195,9 +198,13 @@ def _reachable(model: nn.Module) -> dict[nn.Module, None]:
     return found
 
 
-def _held(modules: Sequence[nn.Module]) -> list[Any]:
-    """Of each module the dicts of what it holds, and the set of names that are not stored."""
-    return list(chain.from_iterable(map(_HELD, modules)))
+def _held(attributes: Sequence[dict[str, Any]]) -> list[Any]:
+    """Of each module the dicts of what it holds, and the set of names that are not stored.
+
+    Args:
+        attributes: of each.
+    """
+    return list(chain.from_iterable(map(_HELD, attributes)))
 
 
 def _loose_positions(modules: Sequence[nn.Module]) -> Iterable[int]:
