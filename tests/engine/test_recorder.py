@@ -15,7 +15,7 @@ from torch import nn
 from everystep.deltas.delta import Delta, Form, Layout
 from everystep.deltas.encodings import decode
 from everystep.deltas.packing import unpack, unpack_layout
-from everystep.engine import recorder, taken
+from everystep.engine import taken
 from everystep.engine.meter import Cost
 from everystep.engine.recorder import Recorder
 from everystep.errors import Unsupported
