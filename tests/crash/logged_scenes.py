@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -73,13 +74,22 @@ def many_steps(run: str, steps: int) -> None:
             ck.step(loss=random.random())
             if step == 1 or step % (steps // 20) == 0:
                 (agent,) = agents_of(run)
-                logs = [path.stat().st_size for path in Path(run, "logs").rglob("*.log")]
+                logs = _sizes(Path(run, "logs"))
                 held = [*_held(os.getpid()), *_held(agent), sum(logs), len(logs)]
                 print(json.dumps([step, *held]), flush=True)
         ck.steps()
     assert all(s.durable for s in ck.stats), [s for s in ck.stats if not s.durable]
     assert not agents_of(run)
     print(json.dumps(len(os.listdir("/proc/self/fd"))), flush=True)
+
+
+def _sizes(folder: Path) -> list[int]:
+    """Of the segments; retention may remove one meanwhile."""
+    sizes = []
+    for path in folder.rglob("*.log"):
+        with contextlib.suppress(FileNotFoundError):
+            sizes.append(path.stat().st_size)
+    return sizes
 
 
 def reference(total: int, rank: int = 0, world_size: int = 1, meet: str = "") -> None:
