@@ -69,7 +69,7 @@ class Everystep:
         run: Path,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        strategy: everystep.Full | everystep.Deltas,
+        strategy: everystep.Full | everystep.Deltas | everystep.Replica,
         retention: everystep.Retention | None = None,
         warm_after: int = 5,
         idle_s: float | None = None,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import everystep
-from everystep import logged
+from everystep import logged, recorded
 from everystep.agent import client
 from everystep.agent import protocol as p
 from everystep.agent.handover import seal_of
@@ -73,7 +73,7 @@ def test_objects_end_without_the_garbage_collector(strategy: Any, run_dir: Path)
 def test_a_small_state_is_hashed_whole(width: int, slices: int) -> None:
     model = nn.Linear(width, width)
     objects = Objects.of(model, torch.optim.SGD(model.parameters()), {})
-    assert logged._slices(objects) == slices
+    assert recorded._slices(objects) == slices
     assert everystep.Deltas().slices is None
 
 

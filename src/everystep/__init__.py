@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from everystep.recovery.load import LoadedState, load
     from everystep.signals import SaveOnSignal
     from everystep.store.retention import Retention
-    from everystep.strategies import Deltas, Full
+    from everystep.strategies import Deltas, Full, Peers, Replica
     from everystep.types import StepRef, StepStats
 
 __version__ = VERSION
@@ -25,6 +25,8 @@ __all__ = [
     "Deltas",
     "Full",
     "LoadedState",
+    "Peers",
+    "Replica",
     "Retention",
     "SaveOnSignal",
     "StepRef",
@@ -40,6 +42,8 @@ _HOMES = {
     "Deltas": "everystep.strategies",
     "Full": "everystep.strategies",
     "LoadedState": "everystep.recovery.load",
+    "Peers": "everystep.strategies",
+    "Replica": "everystep.strategies",
     "Retention": "everystep.store.retention",
     "SaveOnSignal": "everystep.signals",
     "StepRef": "everystep.types",

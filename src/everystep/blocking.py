@@ -30,6 +30,9 @@ class Facts(NamedTuple):
     identity: list[tuple[str, bytes]]
     """Files to write again should the directory lose them: name and bytes."""
     share_replicas: bool
+    whole_parameters: bool = False
+    """Of what ranks share out, a parameter and its slots go to one rank: some rank may have a
+    replica."""
 
 
 class Blocking:

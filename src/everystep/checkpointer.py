@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from everystep.agent.client import Agent
+from everystep.agent.hosts import rescue
 from everystep.agent.memory import Overlay
 from everystep.blocking import Blocking, Facts
 from everystep.engine.device import copy_memory
@@ -29,6 +30,7 @@ from everystep.errors import (
     UsageError,
 )
 from everystep.logged import Logged
+from everystep.mirrored import Mirrored
 from everystep.outcomes import Outcomes
 from everystep.recovery.agree import on_first_rank, raise_together
 from everystep.recovery.plan import plan_restore
@@ -45,7 +47,7 @@ from everystep.store.local import LocalBackend
 from everystep.store.records import require_run_or_empty
 from everystep.store.retention import Retention, Upkeep
 from everystep.store.run import Run, StepEntry
-from everystep.strategies import Deltas, Full
+from everystep.strategies import Deltas, Full, Replica
 from everystep.types import Json, StepRef, StepStats
 
 _log = logging.getLogger("everystep")
@@ -87,7 +89,7 @@ class Checkpointer:
         model: nn.Module | Mapping[str, nn.Module],
         optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
         extras: Mapping[str, Any] | None = None,
-        strategy: Full | Deltas | Literal["auto"] = "auto",
+        strategy: Full | Deltas | Replica | Literal["auto"] = "auto",
         retention: Retention = Retention(),  # noqa: B008 - immutable
         on_error: Literal["report", "raise"] = "report",
         max_failed_steps: int | None = None,
@@ -95,8 +97,8 @@ class Checkpointer:
     ) -> None:
         self._outcomes = Outcomes(on_error, max_failed_steps)
         self._options = Full() if strategy == "auto" else strategy
-        if not isinstance(self._options, Full | Deltas):
-            hint = "everystep.Full(…), everystep.Deltas(…) or 'auto'"
+        if not isinstance(self._options, Full | Deltas | Replica):
+            hint = "everystep.Full(…), everystep.Deltas(…), everystep.Replica(…) or 'auto'"
             raise UsageError(f"strategy={strategy!r}: not a strategy", hint=hint)
         self._blocking = isinstance(self._options, Full) and self._options.blocking
         self._objects = Objects.of(model, optimizer, extras)
@@ -202,7 +204,9 @@ class Checkpointer:
 
     def _settle(self, run: Run) -> None:
         """Have an agent, and let all ranks' agents finish what they hold: the next session's
-        first act is to clean up what earlier ones have left unfinished."""
+        first act is to clean up what earlier ones have left unfinished. Those that hold copies of
+        lost ranks come before there is another agent of such a rank."""
+        on_first_rank(self._ranks, lambda: list(rescue(self._backend, self._path)))
         agent, rank = self._agent, self._ranks.rank
         error: EverystepError | None = None
         try:
@@ -244,13 +248,24 @@ class Checkpointer:
         timeline = restored.timeline.name
         known = [e for e in listing.steps if e.ref.timeline == timeline and e.session < number]
         facts = Facts(run, number, timeline, run.identity(number), self._share_replicas)
+        self._facts, self._pinned = facts, sorted(pinned)
         self._done = 0 if ref is None else ref.step
         self._log.forget_progress()
-        self._session = self._writer(facts, known, sorted(pinned))
+        self._session = self._writer(facts, known, self._options)
+        return self._session
+
+    def _follow(self, session: _Session, options: Full) -> _Session:
+        """Go on with another strategy: what the one before has in hand becomes durable first."""
+        session.flush()
+        self._end_session()
+        facts = self._facts._replace(whole_parameters=isinstance(session, Mirrored))
+        steps = facts.run.listing().steps
+        known = [entry for entry in steps if entry.ref.timeline == facts.timeline]
+        self._session = self._writer(facts, known, options)
         return self._session
 
     def _writer(
-        self, facts: Facts, known: Sequence[StepEntry], pinned: Sequence[StepRef]
+        self, facts: Facts, known: Sequence[StepEntry], options: Full | Deltas | Replica
     ) -> _Session:
         agent, objects, ranks = self._agent, self._objects, self._ranks
         log, outcomes = self._log, self._outcomes
@@ -258,12 +273,14 @@ class Checkpointer:
             if agent is not None:
                 self._agent = None
                 agent.close()
-            upkeep = Upkeep(facts.run, self._retention, ranks.rank, known, pinned)
+            upkeep = Upkeep(facts.run, self._retention, ranks.rank, known, self._pinned)
             return Blocking(facts, objects, ranks, upkeep, self._done, log, outcomes)
-        beside = (self._retention, known, pinned, self._done, log, outcomes)
-        if isinstance(self._options, Deltas):
-            return Logged(facts, objects, ranks, agent, self._options, *beside)
-        return Staged(facts, objects, ranks, agent, self._options, *beside)
+        beside = (self._retention, known, self._pinned, self._done, log, outcomes)
+        if isinstance(options, Deltas):
+            return Logged(facts, objects, ranks, agent, options, *beside)
+        if isinstance(options, Replica):
+            return Mirrored(facts, objects, ranks, agent, options, *beside)
+        return Staged(facts, objects, ranks, agent, options, *beside)
 
     def step(self, **metrics: float | int | str | bool | torch.Tensor) -> None:
         """End a training step: its state is to be stored.
@@ -285,6 +302,8 @@ class Checkpointer:
             TooManyFailedSteps: `max_failed_steps` was reached.
         """
         session = self._session or self._begin_without_restore()
+        if isinstance(session, Staged) and session.successor is not None:
+            session = self._follow(session, session.successor)
         recorded = encoded_metrics(metrics)
         self._done += 1
         ref = StepRef(session.timeline, self._done)
@@ -372,5 +391,5 @@ class Checkpointer:
             self.close()
 
 
-_Session = Blocking | Staged  # or Logged, which is one
+_Session = Blocking | Staged  # or Logged or Mirrored, which are such
 """From one restore to the next, or to the end: who writes, and where to."""

@@ -16,14 +16,13 @@ from everystep.agent.client import Agent
 from everystep.blocking import Facts
 from everystep.checking import Checks
 from everystep.engine.meter import Cost
-from everystep.engine.recorder import BEHIND, Recorder
-from everystep.errors import Unsupported, UsageError
+from everystep.errors import UsageError
 from everystep.outcomes import Outcomes
 from everystep.pace import Chain, Pace
 from everystep.planning.failures import estimate_mtbf
 from everystep.planning.intervals import Choice, Costs, Limits
-from everystep.saving import versions
-from everystep.staged import Staged
+from everystep.recorded import Recorded
+from everystep.staged import Recording
 from everystep.state.capture import Objects
 from everystep.state.ranks import Ranks
 from everystep.stats import StepLog
@@ -34,19 +33,12 @@ from everystep.types import Json, StepRef
 
 _log = logging.getLogger("everystep")
 
-_MOST_GAPS = 3
-"""So many steps in a row that cannot be written as deltas, and `Full` takes over."""
-
-_SLICES = 16
-_SMALL_BYTES = 2 << 20
-"""Parameters of at most so many bytes are hashed whole, with their slots, at every step: at some
-5 GB/s that takes a millisecond or two, beside training."""
 
 _FIRST_FULL_EVERY = 32
 """Until enough is measured to choose."""
 
 
-class Logged(Staged):
+class Logged(Recorded):
     """A session whose steps go to the log, and now and then, in full, through staging memory."""
 
     def __init__(
@@ -69,14 +61,12 @@ class Logged(Staged):
         self._limits = Limits(memory_bytes=options.buffer_bytes)
         self._beside = ThreadPoolExecutor(1, "everystep-plan")
         self._chosen: Future[Choice] | None = None
-        self._recorder: Recorder | None = None
         self._handed: collections.deque[tuple[int, int]] = collections.deque()
         self._chain = Chain(done)
-        self._gaps = 0
         self._base: Cost | None = None
         super().__init__(
-            facts, objects, ranks, agent, options.full(), retention, known, pinned, done, log,
-            outcomes, buffer_bytes=options.buffer_bytes,
+            facts, objects, ranks, agent, options, options.full(), retention, known, pinned, done,
+            log, outcomes, recording=Recording(buffer_bytes=options.buffer_bytes),
         )  # fmt: skip
         path = Path(facts.run.backend.abilities.location)
         self._checks = Checks(path, ranks.rank, objects.optimizers) if options.check else None
@@ -90,20 +80,7 @@ class Logged(Staged):
             1 if options.batch == "auto" else options.batch,
         )
         self._obey()
-        try:
-            self._recorder = Recorder(
-                objects,
-                ranks,
-                agent.log,
-                policy=options.policy,
-                share_replicas=facts.share_replicas,
-                chained=done or None,
-                slices=options.slices or _slices(objects),
-                versions=versions(),
-                told=self._hand_over,
-            )
-        except Unsupported as error:
-            self._fall_back(error.headline())
+        self._record(objects, options, done or None, self._hand_over)
 
     # ------------------------------------------------------------ what the agent tells
 
@@ -129,8 +106,6 @@ class Logged(Staged):
     def hear(self) -> None:
         """Act on what the agent has told, in the training thread; see `Staged.hear`."""
         super().hear()
-        if self._recorder is not None:
-            self._recorder.share_replicas = self._engine.share_replicas
         self._check()
 
     def _act(self, message: Struct) -> None:
@@ -174,37 +149,20 @@ class Logged(Staged):
     def step(self, ref: StepRef, metrics: dict[str, Json]) -> None:
         """End a step; see `Checkpointer.step`."""
         cost = self._engine.cost
-        if self._recorder is not None:
-            problem = self._recorder.step(ref.step, metrics, cost)
-            if problem is None and self._base is not None and self._base.error is not None:
-                problem = f"the full that the chain begins with is lost: {self._base.error}"
-            if problem is not None:
-                self._base = cost
-                self._gap(ref, problem)
         super().step(ref, metrics)
         self._pace.steps.append(cost)
-        if self._recorder is not None and cost.due and cost.error is None:
-            self._recorder.full_stored(ref.step)
 
-    def _gap(self, ref: StepRef, problem: str) -> None:
-        """A step that cannot be written as a delta is stored in full."""
-        self._engine.owe(wait=self._options.policy == "block")
-        begins = self._chain.base is None
-        self._chain.begin(ref.step)
-        if begins:
-            return
-        if BEHIND not in problem:
-            self._gaps += 1
-        _log.warning("step %s is stored in full, not as a delta: %s", ref, problem)
-        if self._gaps >= _MOST_GAPS:
-            self._fall_back(problem)
+    def _broken(self) -> str | None:
+        if self._base is None or self._base.error is None:
+            return None
+        return f"the full that the chain begins with is lost: {self._base.error}"
+
+    def _begin_chain(self, step: int, cost: Cost) -> None:
+        self._base = cost
+        self._chain.begin(step)
 
     def _fall_back(self, why: str) -> None:
-        """Go on as `Full` does."""
-        _log.error("Deltas cannot record this run (%s): every step is stored in full instead", why)
-        recorder, self._recorder = self._recorder, None
-        if recorder is not None:
-            recorder.close()
+        super()._fall_back(why)
         if self._checks is not None:
             self._checks.close()
         self._engine.set_every("auto")
@@ -234,24 +192,14 @@ class Logged(Staged):
         self._engine.set_every(every)
         self._agent.log.set_batch(self._choice.batch)
 
-    def flush(self) -> None:
-        """Make the newest step durable, if the store takes it."""
-        if self._recorder is not None:
-            self._recorder.settle()
-        super().flush()
-
     def close(self) -> None:
         """Stage what is under way, and hand over the last deltas. The agent goes on."""
-        recorder, self._recorder = self._recorder, None
         try:
-            lost = None if recorder is None else recorder.close()
-            if lost is not None:
-                _log.error("%s", lost)
+            super().close()
         finally:
             self._beside.shutdown()
             if self._checks is not None:
                 self._checks.close()
-            super().close()
 
 
 def _best(now: Choice, costs: Costs, limits: Limits, options: Deltas) -> Choice:
@@ -262,13 +210,6 @@ def _best(now: Choice, costs: Costs, limits: Limits, options: Deltas) -> Choice:
         return now.observe(costs, limits, full_every=full_every, batch=batch)
     except UsageError:  # the store cannot take it all: what can be had is had
         return Choice(now.full_every, batch or 1)
-
-
-def _slices(objects: Objects) -> int:
-    """As many as keep the hashing of each step short."""
-    groups = [g for optimizer in objects.optimizers.values() for g in optimizer.param_groups]
-    nbytes = sum(parameter.nbytes for group in groups for parameter in group["params"])
-    return 1 if nbytes <= _SMALL_BYTES else _SLICES
 
 
 def _mtbf_s(facts: Facts) -> float:

@@ -6,14 +6,17 @@ from __future__ import annotations
 import collections
 import statistics
 from collections.abc import Sequence
+from typing import Literal
 
 from everystep.engine.meter import Cost
 from everystep.planning.intervals import Costs
+from everystep.planning.persisting import persist_every
 
 _REPLAY_BYTES_PER_S = 4e9
 """Of the state, until a replay was measured."""
 
 _ENOUGH_STEPS = 8
+_FIRST_PERSIST_EVERY = 16
 _KEPT = 64
 
 
@@ -133,3 +136,39 @@ class Chain:
             elif step > newest:  # its full may yet come
                 self._logged.append((step, nbytes))
         return found
+
+
+class Persisting:
+    """How often a replica is written.
+
+    Args:
+        every: steps between two; `auto`: as the cost model says.
+        mtbf_s: the mean time between failures; None: not known.
+        alike: several ranks choose on their own, and must choose alike.
+    """
+
+    def __init__(
+        self, every: int | Literal["auto"], mtbf_s: float | None, *, alike: bool = False
+    ) -> None:
+        self._auto, self._alike = every == "auto", alike
+        self.every = _FIRST_PERSIST_EVERY if every == "auto" else int(every)
+        self._mtbf_s = mtbf_s
+        self.steps: collections.deque[Cost] = collections.deque(maxlen=_KEPT)
+        self.folds: collections.deque[float] = collections.deque(maxlen=_KEPT)
+        self.writes: collections.deque[float] = collections.deque(maxlen=8)
+        """Seconds."""
+
+    def choose(self) -> int:
+        """Steps between two writings from now on."""
+        steps = list(self.steps)[1:]
+        if not self._auto or len(steps) < _ENOUGH_STEPS or not self.writes:
+            return self.every
+        step_s = statistics.median(cost.ended_s - cost.begun_s - cost.stall_s for cost in steps)
+        fold_s = statistics.median(self.folds) if self.folds else 0.0
+        write_s = statistics.median(self.writes)
+        wanted = persist_every(step_s=step_s, fold_s=fold_s, write_s=write_s)
+        if self._alike:  # each of them divides the others
+            wanted = 1 << (wanted - 1).bit_length()
+        if not self.every / 1.5 <= wanted <= self.every * 1.5:
+            self.every = wanted
+        return self.every

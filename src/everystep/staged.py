@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -15,6 +17,7 @@ from everystep.agent.image import STILL_SECTION
 from everystep.blocking import Facts
 from everystep.engine.meter import Cost
 from everystep.engine.offload import Engine
+from everystep.engine.owned import Shares
 from everystep.errors import StoreError, StoreFailed
 from everystep.outcomes import Outcomes
 from everystep.planning.partition import pieces_of
@@ -40,8 +43,28 @@ _TOLD_AT_ONCE = 8
 """So many steps' statistics go to the agent at a time: one after the other they cost more."""
 
 
+class Recording(NamedTuple):
+    """What the agent does with records of steps."""
+
+    buffer_bytes: int | None = None
+    """The most memory for those that wait."""
+    logs: bool = True
+    """It appends them to the log."""
+    replica: bool = False
+    """It folds them."""
+    classes: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    """Optimizers that are not torch's."""
+    paths: Sequence[str] = ()
+    """Where their modules may be found."""
+    peers: p.PeerPlan | None = None
+    """Whose copies it holds."""
+
+
 class Staged:
     """A session whose steps go through staging memory."""
+
+    successor: Full | None = None
+    """The strategy to go on with, where this one is of no use any more."""
 
     def __init__(
         self,
@@ -57,7 +80,7 @@ class Staged:
         log: StepLog,
         outcomes: Outcomes,
         *,
-        buffer_bytes: int | None = None,
+        recording: Recording = Recording(),  # noqa: B008 - immutable
     ) -> None:
         self.timeline = facts.timeline
         self._facts, self._ranks, self._agent = facts, ranks, agent
@@ -76,7 +99,12 @@ class Staged:
                 world_size=ranks.world_size,
                 policy=options.policy,
                 staging_bytes=options.staging_bytes,
-                buffer_bytes=buffer_bytes,
+                buffer_bytes=recording.buffer_bytes,
+                logs=recording.logs,
+                replica=recording.replica,
+                classes=dict(recording.classes),
+                paths=list(recording.paths),
+                peers=recording.peers,
                 linger_s=options.linger_s,
                 retention=retention,
                 known=list(known),
@@ -85,6 +113,7 @@ class Staged:
                 identity=facts.identity,
             )
         )
+        self._shares = Shares(objects, ranks, whole=facts.whole_parameters)
         self._engine = Engine(
             objects,
             ranks,
@@ -93,7 +122,9 @@ class Staged:
             policy=options.policy,
             snapshot_bytes=options.snapshot_bytes,
             share_replicas=facts.share_replicas,
-            write_still=self._write_still,
+            # a replica may have to change any tensor, and has all of them in its slot
+            write_still=None if recording.replica else self._write_still,
+            shares=self._shares,
         )
 
     # ------------------------------------------------------------ what the agent tells

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Literal
 
 from msgspec import Struct
 
 from everystep.errors import UsageError
+
+_NEVER = 10**12
+"""Steps; more than a run can have."""
 
 
 class Full(Struct, frozen=True, kw_only=True):
@@ -97,20 +101,9 @@ class Deltas(Struct, frozen=True, kw_only=True):
     """As in `Full`."""
 
     def __post_init__(self) -> None:
-        for name in ("full_every", "batch"):
-            value = getattr(self, name)
-            if value != "auto" and (type(value) is not int or value < 1):
-                raise UsageError(f"Deltas({name}={value!r}): neither 'auto' nor a number of steps")
-        if self.mtbf_s is not None and not self.mtbf_s > 0:
-            raise UsageError(f"Deltas(mtbf_s={self.mtbf_s!r}): not a number of seconds")
-        if self.policy not in ("block", "skip"):
-            raise UsageError(f"Deltas(policy={self.policy!r}): neither 'block' nor 'skip'")
-        slices = self.slices
-        if slices is not None and (type(slices) is not int or not 1 <= slices <= 1024):
-            raise UsageError(f"Deltas(slices={self.slices!r}): not a number from 1 to 1,024")
-        value = self.buffer_bytes
-        if value is not None and (type(value) is not int or value < 1):
-            raise UsageError(f"Deltas(buffer_bytes={value!r}): not a number of bytes")
+        _check_count("Deltas", "full_every", self.full_every)
+        _check_count("Deltas", "batch", self.batch)
+        _check_rest("Deltas", self.mtbf_s, self.policy, self.slices, self.buffer_bytes)
         self.full()  # checks the rest
 
     def full(self) -> Full:
@@ -122,3 +115,109 @@ class Deltas(Struct, frozen=True, kw_only=True):
             snapshot_bytes=self.snapshot_bytes,
             linger_s=self.linger_s,
         )
+
+
+class Peers(Struct, frozen=True, kw_only=True):
+    """Copies of each rank's replica in the memory of agents on other hosts (Gemini, SOSP 2023): a
+    host that is lost costs no step, as long as one that has the copy is left.
+
+    Agents send each other a state once, and then the gradients of each step, beside training, over
+    TCP with TLS 1.3; `pip install everystep[peers]` on every host. No replica folds a step before
+    all copies have it.
+
+    Raises:
+        UsageError: a value that makes no sense.
+    """
+
+    copies: int = 2
+    """So many hosts have the state of each rank, its own included: any `copies - 1` of them may die
+    at once. Each copy takes as much memory there as the state; where there are fewer hosts, there
+    are as many copies."""
+    bytes_per_s: float | None = None
+    """The most that each agent sends. Where that is less than training makes, copies are given up
+    and made anew. None: as much as the network takes."""
+    address: str | None = None
+    """The IP address of this host on which its agents listen. None: the one from which
+    `MASTER_ADDR` is reached."""
+
+    def __post_init__(self) -> None:
+        if type(self.copies) is not int or self.copies < 2:
+            raise UsageError(f"Peers(copies={self.copies!r}): not a number of hosts, two at least")
+        if self.bytes_per_s is not None and not self.bytes_per_s > 0:
+            raise UsageError(f"Peers(bytes_per_s={self.bytes_per_s!r}): not a rate")
+        try:
+            ipaddress.ip_address(self.address or "127.0.0.1")
+        except ValueError as error:
+            raise UsageError(f"Peers(address={self.address!r}): not an IP address") from error
+
+
+class Replica(Struct, frozen=True, kw_only=True):
+    """Every step in memory, as a second copy of the state: the agent does each optimizer step again
+    from the gradients that training used, and compares (LowDiff+, SC 2025).
+
+    For gradients that are not compressed. Training hands over its gradients and never writes a full
+    checkpoint but the first; a restart finds the last completed step in the agent's memory. The
+    copy is written to the store now and then: the loss of the host costs the steps since. What
+    cannot be done again from gradients is noticed, said, and stored in full instead.
+
+    Raises:
+        UsageError: a value that makes no sense.
+    """
+
+    persist_every: int | Literal["auto"] = "auto"
+    """Write the copy after every so many steps. `auto`: as the cost model says
+    (docs/cost-model.md) from what this run measures."""
+    log: bool = False
+    """Append the gradients to the log as well, so that every step can be had, not only those that
+    are written: as many bytes as the gradients have."""
+    mtbf_s: float | None = None
+    """As in `Deltas`."""
+    policy: Literal["block", "skip"] = "block"
+    """Where the agent folds slower than steps come: `block` lets training wait; `skip` gives the
+    step up, and takes the next one whole."""
+    buffer_bytes: int | None = None
+    """The most host memory for gradients that wait. None: for eight steps."""
+    peers: Peers | None = None
+    """Copies on other hosts. None: there are none, and no port is opened."""
+    slices: int | None = None
+    """As in `Deltas`: so many steps prove all of the copy."""
+    snapshot_bytes: int | None = None
+    """As in `Full`."""
+    linger_s: float = 120.0
+    """As in `Full`."""
+
+    def __post_init__(self) -> None:
+        _check_count("Replica", "persist_every", self.persist_every)
+        _check_rest("Replica", self.mtbf_s, self.policy, self.slices, self.buffer_bytes)
+        self.full()  # checks the rest
+
+    def full(self) -> Full:
+        """How the full checkpoints among them are taken."""
+        return Full(
+            every=_NEVER,
+            policy="block",
+            snapshot_bytes=self.snapshot_bytes,
+            linger_s=self.linger_s,
+        )
+
+
+def _check_count(strategy: str, name: str, value: object) -> None:
+    if value != "auto" and (type(value) is not int or value < 1):
+        raise UsageError(f"{strategy}({name}={value!r}): neither 'auto' nor a number of steps")
+
+
+def _check_rest(
+    strategy: str,
+    mtbf_s: float | None,
+    policy: str,
+    slices: int | None,
+    buffer_bytes: int | None,
+) -> None:
+    if mtbf_s is not None and not mtbf_s > 0:
+        raise UsageError(f"{strategy}(mtbf_s={mtbf_s!r}): not a number of seconds")
+    if policy not in ("block", "skip"):
+        raise UsageError(f"{strategy}(policy={policy!r}): neither 'block' nor 'skip'")
+    if slices is not None and (type(slices) is not int or not 1 <= slices <= 1024):
+        raise UsageError(f"{strategy}(slices={slices!r}): not a number from 1 to 1,024")
+    if buffer_bytes is not None and (type(buffer_bytes) is not int or buffer_bytes < 1):
+        raise UsageError(f"{strategy}(buffer_bytes={buffer_bytes!r}): not a number of bytes")

@@ -14,6 +14,7 @@ from byte_logs import LAYOUT, payload
 from byte_runs import NoSync, write_step
 from everystep.agent import protocol as p
 from everystep.agent.logger import Logger
+from everystep.agent.records import Records
 from everystep.agent.tail import Tail
 from everystep.store.chains import Chains, plan_chains
 from everystep.store.durable import SystemCalls
@@ -65,10 +66,25 @@ class Pair:
         self.tail = Tail(self.guard, self._send, self._sent, lambda: self.alone)
         with self.guard:
             self.tail.begin(self.begin.buffer_bytes)
-        self.logger = self._new_logger(calls or NoSync())
+        self.begin_anew(calls or NoSync())
 
-    def _new_logger(self, calls: SystemCalls) -> Logger:
-        return Logger(LocalBackend(self.path, calls), self.begin, self.guard, self._tell)
+    def begin_anew(self, calls: SystemCalls) -> None:
+        """An agent that knows nothing yet."""
+        backend = LocalBackend(self.path, calls)
+        self.records = Records(backend, self.begin, self.guard, self._tell, lambda: None)
+        with self.guard:
+            self.records.take(p.Flush(), None)  # the first message makes the logger
+
+    @property
+    def logger(self) -> Logger:
+        logger = self.records._logger
+        assert logger is not None
+        return logger
+
+    @property
+    def rings(self) -> int:
+        """How many of the trainer's are mapped."""
+        return len(self.records._rings._arenas)
 
     def _sent(self) -> None:
         assert not self.guard._is_owned()  # type: ignore[attr-defined]
@@ -76,7 +92,7 @@ class Pair:
 
     def _send(self, message: Struct, fd: int | None) -> None:
         self.sent.append(message)
-        self.logger.take(message, None if fd is None else os.dup(fd))
+        self.records.take(message, None if fd is None else os.dup(fd))
 
     def _tell(self, message: Struct) -> None:
         with self.guard:
@@ -114,7 +130,7 @@ class Pair:
     def kill(self, calls: SystemCalls | None = None) -> None:
         """The agent dies, and another one is told all that it must know."""
         self.end(self.logger)
-        self.logger = self._new_logger(calls or NoSync())
+        self.begin_anew(calls or NoSync())
         self.deaf = False
         with self.guard:
             for message, fd in self.tail.handed_over():
@@ -129,14 +145,13 @@ class Pair:
             logger._stop = True
             self.guard.notify_all()
         logger._thread.join()
-        for ring in logger._rings.values():
-            ring.close()
+        logger._rings.close()
 
     def close(self) -> None:
         """A good end; twice is no error."""
         if not self._closed:
             self._closed = True
-            self.logger.close()
+            self.records.close()
             self.tail.close()
 
     # ------------------------------------------------------------ what is on the store

@@ -19,7 +19,9 @@ from byte_runs import NoSync
 from everystep.agent import logger, tail
 from everystep.agent import protocol as p
 from everystep.agent.logger import Logger
+from everystep.agent.records import Records
 from everystep.agent.ring import Ring
+from everystep.agent.rings import Rings
 from everystep.errors import StoreFailed
 from everystep.store.local import LocalBackend
 from everystep.store.run import Run
@@ -326,7 +328,8 @@ def test_segments_of_other_ranks_and_sessions_are_not_gone_on_from(run_dir: Path
         told: list[object] = []
         guard = threading.Condition()
         begin = begin_of(run, **facts)
-        other = Logger(LocalBackend(run_dir, NoSync()), begin, guard, told.append)
+        backend = LocalBackend(run_dir, NoSync())
+        other = Logger(backend, begin, guard, told.append, Rings(), lambda queued: None)
         assert other._before(9, 5) == (5, None)
         other.close()
     with made[0].guard:
@@ -346,7 +349,8 @@ def test_a_record_outside_of_its_memory_is_refused_and_nothing_is_believed(
 ) -> None:
     run = run_at(run_dir)
     guard, told = threading.Condition(), list[object]()
-    made = Logger(LocalBackend(run_dir, NoSync()), begin_of(run), guard, told.append)
+    backend = LocalBackend(run_dir, NoSync())
+    made = Records(backend, begin_of(run), guard, told.append, lambda: None)
     ring = Ring(1, 100, 8192)
     with guard:
         made.take(p.OpenRing(1, ring.facts), os.dup(ring.arena.fd))
@@ -367,12 +371,12 @@ def test_descriptors_that_nobody_asked_for_are_closed(pair: Pair) -> None:
     ring = Ring(1, 100, 8192)
     with pair.guard:
         with pytest.raises(StoreFailed, match="cannot be mapped"):
-            pair.logger.take(p.OpenRing(5, (1, 1 << 20)), os.dup(fd))
-        pair.logger.take(p.OpenRing(6, ring.facts), os.dup(ring.arena.fd))
+            pair.records.take(p.OpenRing(5, (1, 1 << 20)), os.dup(fd))
+        pair.records.take(p.OpenRing(6, ring.facts), os.dup(ring.arena.fd))
         with pytest.raises(StoreFailed, match="that is none"):
-            pair.logger.take(p.OpenRing(6, ring.facts), os.dup(ring.arena.fd))
+            pair.records.take(p.OpenRing(6, ring.facts), os.dup(ring.arena.fd))
         with pytest.raises(StoreFailed, match="that is none"):
-            pair.logger.take(p.OpenRing(7, ring.facts), None)
+            pair.records.take(p.OpenRing(7, ring.facts), None)
     ring.close()
     os.close(fd)
     assert len(os.listdir("/proc/self/fd")) == before + 2, "the one ring, open and mapped"
@@ -386,10 +390,10 @@ def test_memory_that_is_not_used_any_more_is_given_back(
     pair.open(batch=1)
     pair.log(2, nbytes=10)
     pair.log(3, 4, 5, nbytes=80_000)
-    assert len(pair.logger._rings) == 2
+    assert pair.rings == 2
     quick.go.set()
     pair.until_logged(5)
-    until(lambda: len(pair.logger._rings) == 1, DEADLINE_S, "the old memory to go")
+    until(lambda: pair.rings == 1, DEADLINE_S, "the old memory to go")
     assert pair.offered() == [1, 2, 3, 4, 5]
 
 

@@ -166,7 +166,7 @@ def test_records_that_grow_get_a_larger_ring_and_the_old_one_goes(pair: Pair) ->
         for _ in range(4):
             pair.log(step := step + 1, nbytes=nbytes)
     pair.until_logged(step)
-    assert len(pair.tail._rings) == len(pair.logger._rings) == 1
+    assert len(pair.tail._rings) == pair.rings == 1
     assert rings(pair)[0] >= 8 * 400 * PAGE
     assert memfds() == 4, "one at each end, open and mapped"
     assert pair.offered() == list(range(1, step + 1))
@@ -210,10 +210,10 @@ def test_a_session_begins_with_nothing_of_the_one_before(pair: Pair, quick: Quic
     pair.tail.set_batch(5)
     pair.log(3)
     quick.go.set()
-    pair.logger.close()
+    pair.records.close()
     with pair.guard:
         pair.tail.begin(None)
-        pair.logger = pair._new_logger(quick)
+        pair.begin_anew(quick)
     assert pair.tail.unsaved() == []
     assert pair.tail._rings == []
     pair.sent.clear()

@@ -110,7 +110,7 @@ def test_a_rank_that_has_not_stored_its_part(cli: Cli, two: Path) -> None:
 def test_ranks_with_other_bits(cli: Cli, two: Path) -> None:
     (marker,) = two.glob("steps/main/*2/*r00001of00002-*.json")
     stem, _, _ = marker.name.rpartition("-")
-    marker.rename(marker.with_name(f"{stem}-{'0' * 16}.json"))
+    marker.rename(marker.with_name(f"{stem}-{'1' * 16}.json"))
     listed = cli("ls", two, "--json").json
     assert states(listed) == {"main:1": "complete", "main:2": "diverged"}
     assert listed["newest"] == "main:1"

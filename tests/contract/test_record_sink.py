@@ -36,7 +36,7 @@ class Listed:
         self._reserved = bytearray(nbytes)
         return memoryview(self._reserved)
 
-    def publish(self, step: int) -> None:
+    def publish(self, step: int, safe: int | None = None) -> None:
         if self._reserved is None or self._opened is None:
             raise StoreFailed("nothing was reserved")
         self.records[step] = (*self._opened, bytes(self._reserved))

@@ -74,7 +74,7 @@ def many_steps(run: str, steps: int) -> None:
             ck.step(loss=random.random())
             if step == 1 or step % (steps // 20) == 0:
                 (agent,) = agents_of(run)
-                logs = _sizes(Path(run, "logs"))
+                logs = sizes(Path(run, "logs"), "*.log")
                 held = [*_held(os.getpid()), *_held(agent), sum(logs), len(logs)]
                 print(json.dumps([step, *held]), flush=True)
         ck.steps()
@@ -83,13 +83,13 @@ def many_steps(run: str, steps: int) -> None:
     print(json.dumps(len(os.listdir("/proc/self/fd"))), flush=True)
 
 
-def _sizes(folder: Path) -> list[int]:
-    """Of the segments; retention may remove one meanwhile."""
-    sizes = []
-    for path in folder.rglob("*.log"):
+def sizes(folder: Path, pattern: str) -> list[int]:
+    """Of files below a folder; retention may remove one meanwhile."""
+    found = []
+    for path in folder.rglob(pattern):
         with contextlib.suppress(FileNotFoundError):
-            sizes.append(path.stat().st_size)
-    return sizes
+            found.append(path.stat().st_size)
+    return found
 
 
 def reference(total: int, rank: int = 0, world_size: int = 1, meet: str = "") -> None:

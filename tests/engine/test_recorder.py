@@ -49,7 +49,7 @@ class MemoryLog:
         self._memory = bytearray(nbytes)
         return memoryview(self._memory)
 
-    def publish(self, step: int) -> None:
+    def publish(self, step: int, safe: int | None = None) -> None:
         assert self._memory is not None
         assert not self.records or step > max(self.records)
         self.records[step], self._memory = bytes(self._memory), None

@@ -21,7 +21,7 @@ from msgspec import Struct
 from everystep.agent import protocol as p
 from everystep.agent.arena import Arena
 from everystep.agent.channel import Channel
-from everystep.agent.handover import Kept, handed_over, seal_of
+from everystep.agent.handover import Kept, Lost, handed_over, seal_of
 from everystep.agent.process import START_S, adopted, is_there, started
 from everystep.agent.sink import Place, Room, Sealed
 from everystep.agent.tail import Tail
@@ -42,9 +42,6 @@ GIVE_UP_S = 60.0
 """After so long without an agent, nobody waits for one any more."""
 
 _RETRY_S = 1.0
-
-_OF_STEPS = p.Grant | p.Stored | p.NotStored | p.Logged | p.NotLogged | p.Diverged
-_TOLD = p.Stored | p.NotStored | p.Logged | p.NotLogged | p.Notice | p.Diverged
 
 
 class Agent:
@@ -144,19 +141,19 @@ class Agent:
                 self._began = self._begin is not None and message.session == self._begin.session
             elif isinstance(message, p.Settled):
                 self._settled = message.unsaved
-            elif isinstance(message, _OF_STEPS):
+            elif isinstance(message, p.OF_STEPS):
                 if not self._began:
                     return  # it is of an earlier session
                 self._take_of_step(message)
             self._changed.notify_all()
-        if isinstance(message, _TOLD):
+        if isinstance(message, p.TOLD):
             self._heard(message)
 
     def _take_of_step(self, message: Any) -> None:
         if isinstance(message, p.Grant):
             self._granted = message.slot
             self._kept.pop(message.slot, None)
-        elif isinstance(message, p.Logged | p.NotLogged):
+        elif isinstance(message, p.Logged | p.NotLogged | p.Folded):
             self.log.heard(message)
         elif isinstance(message, p.Stored):
             for slot in [s for s, k in self._kept.items() if k.seal.step == message.step]:
@@ -195,6 +192,8 @@ class Agent:
         _log.error("the agent (process %s) %s: starting another", self.pid, why)
         with self._changed:
             self._alone_since_s = time.monotonic()
+            self._granted = None  # what is sealed from here on is the next one's
+        self._heard(Lost())
         self._channel.close()
         self._process.end(wait_s)
         while not self._parting:
@@ -213,7 +212,6 @@ class Agent:
                 self._process, self._channel = process, channel
                 self._silence_s = 0.0
                 self._alone_since_s = None
-                self._granted = None
                 with contextlib.suppress(OSError):  # should it have died too, that is seen next
                     self._hand_over(channel)
                 self._changed.notify_all()
@@ -226,6 +224,8 @@ class Agent:
         if self._begin is None:
             return
         channel.send(self._begin)
+        if self._begin.replica:  # the slot may have been folded in: it is of no use any more
+            self._kept.clear()
         kept = list(self._kept.values())
         taken = [*self._kept, *([] if self._taken is None else [self._taken])]
         for message, fd in handed_over(kept, self._still, self._described, self._arena, taken):
@@ -268,7 +268,7 @@ class Agent:
             self._begin, self._began = begin, False
             self._still, self._described, self._places = None, None, None
             self._kept.clear()
-            self.log.begin(begin.buffer_bytes)
+            self.log.begin(begin.buffer_bytes, mirrored=begin.replica)
             self._granted = self._taken = None
             self._send(begin)
         self._until_sent()

@@ -14,6 +14,10 @@ from everystep.agent.sink import Sealed
 from everystep.store.run import now
 
 
+class Lost(Struct):
+    """The agent is gone, and what only it had in memory with it; another one is being started."""
+
+
 class Kept(NamedTuple):
     """A step that is not known to be durable, and what its seal refers to."""
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import msgspec
 import xxhash
 
 from everystep.agent.arena import whole_pages
-from everystep.agent.protocol import Begin, InMemory, Seal, Still
-from everystep.errors import Damaged
+from everystep.agent.protocol import Begin, Describe, InMemory, Seal, Still
+from everystep.errors import Damaged, StoreFailed
 from everystep.store import format as fmt
 from everystep.store.format import DataFile, PartName
 from everystep.store.full import (
@@ -23,7 +23,9 @@ from everystep.store.full import (
     lay_out_files,
     record_of,
 )
-from everystep.types import Buffer, Piece, StepRef, TensorSpec
+from everystep.store.increments import Cut, Durable, Increment, contents_of, plan_image
+from everystep.store.run import now
+from everystep.types import Buffer, Json, Piece, StepRef, TensorSpec, spoken
 
 STILL_SECTION = "still"
 """The data file of tensors that do not change, which later steps refer to."""
@@ -57,6 +59,24 @@ class SlotLayout:
         ]
         """For each place of each file, the number of its piece in the description."""
         self._rest: tuple[list[TensorSpec], FileLayout] | None = None
+
+    def described(self, slot_bytes: int) -> Describe:
+        """What it is made from.
+
+        Args:
+            slot_bytes: of the slot; it may be longer than it need be.
+        """
+        pieces = {
+            number: place.piece
+            for (_, layout), numbers in zip(self.files, self.numbers, strict=True)
+            for place, number in zip(layout.places, numbers, strict=True)
+        }
+        return Describe(
+            layout=self.number,
+            specs=list(self.specs.values()),
+            pieces=[pieces[number] for number in sorted(pieces)],
+            rest_bytes=slot_bytes - self.rest_offset,
+        )
 
     def rest_file(self, specs: Sequence[TensorSpec]) -> FileLayout:
         """The file of the rest of a step; the same one while the rest has the same form.
@@ -120,15 +140,30 @@ class Image:
         except (msgspec.MsgspecError, RecursionError) as error:
             raise Damaged(f"the tree of a step is no JSON: {error}") from error
         self._hashes: dict[int, str] = dict(seal.hashes)
+        self.agreement: str | None = None
+        """See `Part.agreement`."""
         self._files: list[InMemory] | None = None
         self.hashing: tuple[float, float] | None = None
         """From the first to the last hash that was taken here, on the host's monotonic clock."""
+        self._cut: Cut | None = None
+        self._referred: set[StepRef] = set()
 
     @property
     def refers_to(self) -> list[StepRef]:
-        """Earlier steps in whose files a part of this one lies."""
+        """Earlier steps in whose files a part of this one lies, as it was written last."""
         still = self._still
-        return [] if still is None or still.step == self.ref else [still.step]
+        kept = set() if still is None or still.step == self.ref else {still.step}
+        return sorted(self._referred | kept)
+
+    @property
+    def slot(self) -> memoryview:
+        """All bytes of the slot."""
+        return self._slot
+
+    def described(self) -> tuple[Describe, int]:
+        """What the same slot elsewhere is laid out by, and how many bytes there must be copied."""
+        rest_bytes = sum(spec.nbytes for spec in self.seal.rest)
+        return self._layout.described(len(self._slot)), self._layout.rest_offset + rest_bytes
 
     @property
     def specs(self) -> list[TensorSpec]:
@@ -140,6 +175,81 @@ class Image:
     def whole(self) -> Mapping[str, str]:
         """Hashes of whole tensors of which the files hold less."""
         return self.seal.whole if self._still is None else {**self.seal.whole, **self._still.whole}
+
+    @property
+    def tree(self) -> Json:
+        """All that is not a tensor."""
+        return self._tree
+
+    def fixed_keys(self) -> Set[str]:
+        """Of the tensors whose form stays."""
+        return self._layout.specs.keys()
+
+    def is_fixed(self, spec: TensorSpec) -> bool:
+        """Whether a tensor has a place in the slot, and the form for it.
+
+        Raises:
+            StoreFailed: it has a place, and another form.
+        """
+        known = self._layout.specs.get(spec.key)
+        if known is not None and known != spec:
+            raise StoreFailed(f"{spoken(spec.key)} has got another form", step=self.ref)
+        return known is not None
+
+    def memory(self) -> dict[str, memoryview]:
+        """The bytes of tensors that lie in the slot as a whole, by key."""
+        return {
+            piece.key: view
+            for _, spec, piece, view in self._stored()
+            if piece.stop - piece.start == spec.elements
+        }
+
+    def _stored(self) -> Iterator[tuple[int | None, TensorSpec, Piece, memoryview]]:
+        """The pieces in the slot: number in the description, if they have one, tensor, piece,
+        bytes."""
+        for (offset, layout), numbers in zip(self._layout.files, self._layout.numbers, strict=True):
+            for (piece, _, first, last), number in zip(layout.places, numbers, strict=True):
+                spec = self._layout.specs[piece.key]
+                yield number, spec, piece, self._slot[offset + first : offset + last]
+        at = self._layout.rest_offset
+        for spec in self.seal.rest:
+            whole = Piece(spec.key, 0, spec.elements)
+            yield None, spec, whole, self._slot[at : at + spec.nbytes]
+            at += spec.nbytes
+
+    def resealed(
+        self,
+        step: int,
+        rest: Sequence[TensorSpec],
+        rest_bytes: bytes,
+        tree: bytes,
+        metrics: Mapping[str, Json],
+    ) -> Image:
+        """The image of a later step, whose fixed tensors are in the slot already.
+
+        Args:
+            rest: descriptions of the other ones.
+            rest_bytes: their bytes, one after the other, to be put there.
+
+        Raises:
+            StoreFailed: there is no room for them.
+        """
+        first = self._layout.rest_offset
+        if first + len(rest_bytes) > len(self._slot):
+            raise StoreFailed("the rest of a step is larger than its place", step=self.ref)
+        self._slot[first : first + len(rest_bytes)] = rest_bytes
+        seal = msgspec.structs.replace(
+            self.seal,
+            step=step,
+            created=now(),
+            hashes={},
+            whole={},
+            rest=list(rest),
+            still=False,
+            tree=tree,
+            metrics=dict(metrics),
+        )
+        return Image(self.begin, self._layout, seal, None, self._slot)
 
     def part(self) -> Part:
         """What is written beside the tensors."""
@@ -154,6 +264,7 @@ class Image:
             metrics=self.seal.metrics,
             created=self.seal.created,
             versions=begin.versions,
+            agreement=self.agreement,
         )
 
     def contents(self) -> list[Content]:
@@ -166,13 +277,52 @@ class Image:
         ]
         if self.seal.rest:
             found.append(self._rest_content())
-        if self._still is not None:
-            layout = _still_layout(self._still)
-            by_piece = dict(zip(self._still.pieces, self._still.hashes, strict=True))
-            hashes = [by_piece[place.piece] for place in layout.places]
-            earlier = still_file(self._still, self.begin, self.ref)
-            found.append(Content(layout, hashes, earlier=earlier))
-        return found
+        return [*found, *self._still_contents()]
+
+    def _still_contents(self) -> list[Content]:
+        if self._still is None:
+            return []
+        layout = _still_layout(self._still)
+        by_piece = dict(zip(self._still.pieces, self._still.hashes, strict=True))
+        hashes = [by_piece[place.piece] for place in layout.places]
+        earlier = still_file(self._still, self.begin, self.ref)
+        return [Content(layout, hashes, earlier=earlier)]
+
+    def increment(self, last: Durable | None) -> tuple[Increment, Mapping[str, str]]:
+        """The image as it is written after another one, and hashes of whole tensors of which the
+        files hold no piece that is all. It may be asked for again when a writing has failed.
+
+        Args:
+            last: the image that was written last, whose files are there; None: refer to none.
+        """
+        if self._cut is None:
+            self._cut = self._cut_up(last)
+        plan = plan_image(self._cut.hashes, last)
+        specs = {spec.key: spec for spec in self.specs}
+        if not plan.refer and (plan.is_dense or not self._cut.tensors):
+            contents = self.contents()
+        else:
+            contents = [*contents_of(plan, self._cut, specs, last), *self._still_contents()]
+        increment = Increment(plan, self._cut, contents)
+        self._referred = increment.refers_to
+        whole = {
+            piece.key: found
+            for piece, found in self._cut.tensors.items()
+            if piece.stop - piece.start == specs[piece.key].elements
+        }
+        return increment, {**whole, **self.whole}
+
+    def _cut_up(self, last: Durable | None) -> Cut:
+        """Cut what is in the slot, and hash all of it."""
+        cut = Cut(last)
+        started_s = time.monotonic()
+        for number, spec, piece, view in self._stored():
+            known = None if number is None else self._hashes.get(number)
+            found = cut.add(spec, piece, view, known)
+            if number is not None:
+                self._hashes[number] = found
+        self.hashing = started_s, time.monotonic()
+        return cut
 
     def _fixed(self, offset: int, layout: FileLayout, numbers: Sequence[int]) -> Content:
         content = Content(layout, [], lasting=True)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from msgspec import Struct
 
 from everystep.agent import protocol as p
-from everystep.agent.arena import Arena
+from everystep.agent.rings import Queued, Rings
 from everystep.agent.writer import RETRY_S
 from everystep.errors import EverystepError, StoreError, StoreFailed
 from everystep.store.backend import Backend
@@ -23,17 +21,9 @@ from everystep.store.logformat import LOGS, parse_log_path
 from everystep.store.segments import scan
 from everystep.types import StepRef
 
-MESSAGES = (p.OpenLog, p.OpenRing, p.Record, p.Batch, p.Flush)
-"""Those of the trainer that are for a `Logger`."""
-
 _TRIES_AT_THE_END = 3
 _MOST_BYTES = 256 << 20
 """More is not appended at once, so that memory becomes free in between."""
-
-
-class _Waiting(NamedTuple):
-    record: p.Record
-    opened: p.OpenLog
 
 
 class Logger:
@@ -43,6 +33,8 @@ class Logger:
     Args:
         guard: notified whenever there may be something to do.
         tell: takes messages for the trainer.
+        rings: where records lie.
+        appended: called with each record that is durable, which it takes over.
     """
 
     def __init__(
@@ -51,8 +43,11 @@ class Logger:
         begin: p.Begin,
         guard: threading.Condition,
         tell: Callable[[Struct], None],
+        rings: Rings,
+        appended: Callable[[Queued], None],
     ) -> None:
         self._begin, self._guard, self._tell = begin, guard, tell
+        self._rings, self._appended = rings, appended
         self._backend = backend
         self._log = Log(
             backend,
@@ -62,10 +57,8 @@ class Logger:
             rank=begin.rank,
             world_size=begin.world_size,
         )
-        self._opened: p.OpenLog | None = None
         self._written_of: p.OpenLog | None = None
-        self._rings: dict[int, Arena] = {}
-        self._waiting: collections.deque[_Waiting] = collections.deque()
+        self._waiting: collections.deque[Queued] = collections.deque()
         self._batch = 1
         self._flush_up_to = 0
         self._hurry = self._stop = self._writing = False
@@ -76,44 +69,23 @@ class Logger:
 
     # ------------------------------------------------------------ called with `guard` held
 
-    def take(self, message: Struct, fd: int | None) -> None:
-        """Act on one of `MESSAGES`.
-
-        Args:
-            fd: came along; it is taken over.
-
-        Raises:
-            StoreFailed: memory cannot be mapped, or nothing was said of what a record is.
-        """
-        if isinstance(message, p.OpenRing):
-            self._open_ring(message, fd)
-        elif isinstance(message, p.OpenLog):
-            self._opened = message
-            self._flush()  # a batch ends with its layout
-        elif isinstance(message, p.Record):
-            self._add(message)
-        elif isinstance(message, p.Batch):
+    def take(self, message: Struct) -> None:
+        """Act on what the trainer says of records."""
+        if isinstance(message, p.Batch):
             self._batch = max(1, message.records)
-        elif isinstance(message, p.Flush):
+        else:  # all at once is wanted, or another layout follows, with which a batch ends
             self._flush()
         self._guard.notify_all()
 
-    def _open_ring(self, message: p.OpenRing, fd: int | None) -> None:
-        if fd is None or message.ring in self._rings:
-            if fd is not None:
-                os.close(fd)
-            raise StoreFailed("memory for records that is none", found=str(message))
-        self._rings[message.ring] = Arena(fd, *message.arena)
+    def add(self, queued: Queued) -> None:
+        """Append this one, too."""
+        self._waiting.append(queued)
+        self._tries_left = _TRIES_AT_THE_END
+        self._guard.notify_all()
 
     def _flush(self) -> None:
         if self._waiting:
             self._flush_up_to = self._waiting[-1].record.number
-
-    def _add(self, record: p.Record) -> None:
-        if self._opened is None:
-            raise StoreFailed("a record of no layout", found=str(record))
-        self._waiting.append(_Waiting(record, self._opened))
-        self._tries_left = _TRIES_AT_THE_END
 
     def drain(self, *, on: bool) -> None:
         """Append everything at once from now on, or (`on=False`) in batches again."""
@@ -149,7 +121,6 @@ class Logger:
                 self._writing = True
             self._append(batch)
             with self._guard:
-                self._drop_rings()
                 self._guard.notify_all()
 
     def _is_due(self) -> bool:
@@ -161,9 +132,9 @@ class Logger:
         full = len(self._waiting) >= self._batch
         return full or self._hurry or self._stop or first <= self._flush_up_to
 
-    def _next_batch(self) -> list[_Waiting]:
+    def _next_batch(self) -> list[Queued]:
         """The oldest that wait, of one layout."""
-        batch: list[_Waiting] = []
+        batch: list[Queued] = []
         nbytes = 0
         for one in self._waiting:
             nbytes += one.record.nbytes
@@ -172,7 +143,7 @@ class Logger:
             batch.append(one)
         return batch
 
-    def _append(self, batch: list[_Waiting]) -> None:
+    def _append(self, batch: list[Queued]) -> None:
         started_s = time.monotonic()
         # of an error only the words are kept: its frames hold views of the records
         problem: tuple[str, str, str | None] | None = None
@@ -195,7 +166,7 @@ class Logger:
                 return
             self._tries_left = _TRIES_AT_THE_END
             for _ in batch:
-                self._waiting.popleft()
+                self._appended(self._waiting.popleft())
             self._tell(
                 p.Logged(
                     number=last.number,
@@ -206,7 +177,7 @@ class Logger:
                 )
             )
 
-    def _store(self, batch: list[_Waiting]) -> int:
+    def _store(self, batch: list[Queued]) -> int:
         opened = batch[0].opened
         if opened is not self._written_of:
             base, after = opened.base, None
@@ -220,7 +191,8 @@ class Logger:
         views: list[memoryview] = []
         try:
             for record in (one.record for one in batch):
-                views.append(self._view(record))
+                with self._guard:
+                    views.append(self._rings.view(record))
             records = [
                 NewRecord(one.record.step, one.record.nbytes, [view])
                 for one, view in zip(batch, views, strict=True)
@@ -229,12 +201,6 @@ class Logger:
         finally:
             for view in views:
                 view.release()
-
-    def _view(self, record: p.Record) -> memoryview:
-        ring = self._rings.get(record.ring)
-        if ring is None or record.offset + record.nbytes > len(ring):
-            raise StoreFailed("a record lies outside of its memory", found=str(record))
-        return ring.view(record.offset, record.nbytes)
 
     def _before(self, step: int, base: int) -> tuple[int, bytes | None]:
         """The newest record before a step that an agent before this one has appended in this
@@ -254,12 +220,6 @@ class Logger:
                     newest = (found.step, found.digest)
         return max(base, newest[0]), newest[1]
 
-    def _drop_rings(self) -> None:
-        """Unmap those but the newest that nothing lies in any more."""
-        used = {one.record.ring for one in self._waiting} | {max(self._rings, default=0)}
-        for number in [number for number in self._rings if number not in used]:
-            self._rings.pop(number).close()
-
     def close(self) -> None:
         """End the thread once nothing is left that it can append. Call it without `guard`."""
         with self._guard:
@@ -270,5 +230,3 @@ class Logger:
             self._log.seal()
         except StoreError as error:
             self._tell(p.Notice(logging.WARNING, f"the log was not sealed: {error.headline()}"))
-        for ring in self._rings.values():
-            ring.close()

@@ -25,6 +25,9 @@ _log = logging.getLogger("everystep")
 START_S = 30.0
 """How long an agent may take to start, or to end."""
 
+LOCK_SLOT = 1 << 20
+"""The agent of rank r holds slot LOCK_SLOT + r of the run's lock file; the trainer holds slot r."""
+
 _ADOPT_S = 5.0
 
 

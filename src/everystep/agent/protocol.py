@@ -29,6 +29,18 @@ class Ready(Struct, tag=True):
     problem: str | None = None
 
 
+class PeerPlan(Struct, kw_only=True):
+    """How the agents of a session hold copies of each other's states."""
+
+    hosts: list[str]
+    """The host of each rank."""
+    copies: int
+    bytes_per_s: float | None
+    """The most that this agent sends."""
+    address: str
+    """The IP address on which it listens."""
+
+
 class Begin(Struct, tag=True, kw_only=True):
     """Trainer: a session begins; from now on steps of it come."""
 
@@ -41,6 +53,16 @@ class Begin(Struct, tag=True, kw_only=True):
     staging_bytes: int | None
     buffer_bytes: int | None = None
     """The most memory for records of the log that wait."""
+    replica: bool = False
+    """Fold the records as they come (`Rebase`, `Persist`, `Folded`); one slot is enough."""
+    logs: bool = True
+    """Append the records to the log."""
+    classes: dict[str, tuple[str, str]] = {}
+    """Optimizers that are not torch's, for a replica: (module, name in it) by full name."""
+    paths: list[str] = []
+    """Where their modules may be found."""
+    peers: PeerPlan | None = None
+    """Whose copies to hold, for a replica; None: nobody's, and no port is opened."""
     linger_s: float
     retention: Retention
     known: list[StepEntry]
@@ -178,6 +200,8 @@ class OpenLog(Struct, tag=True, kw_only=True):
 
     base: int
     layout: bytes
+    stale: bool = False
+    """The agent that had the state after `base` is gone, and the state with it."""
 
 
 class OpenRing(Struct, tag=True):
@@ -197,6 +221,8 @@ class Record(Struct, tag=True, kw_only=True):
     ring: int
     offset: Annotated[int, Meta(ge=0)]
     nbytes: Annotated[int, Meta(ge=0)]
+    safe: int = 0
+    """Every rank has handed over its record of this step: none need go back before it."""
 
 
 class Batch(Struct, tag=True):
@@ -227,6 +253,42 @@ class NotLogged(Struct, tag=True, kw_only=True):
     step: int
     error: tuple[str, str, str | None]
     """Class, headline and hint of an `EverystepError`."""
+
+
+class Persist(Struct, tag=True):
+    """Trainer: write the replica after every so many steps."""
+
+    steps: int
+
+
+class Rebase(Struct, tag=True):
+    """Trainer: the next step comes whole, and the replica begins anew from it: write what it holds,
+    and give its slot back."""
+
+
+class Mirrored(Struct, tag=True, kw_only=True):
+    """Agent: the replica has begun from this step."""
+
+    step: int
+    took_s: float
+
+
+class Folded(Struct, tag=True, kw_only=True):
+    """Agent: the records up to and with this number are folded, or of no use."""
+
+    number: int
+    step: int
+    """Of that record."""
+    took_s: float
+    at_s: float
+    """When, on the host's monotonic clock."""
+
+
+class NotFolded(Struct, tag=True, kw_only=True):
+    """Agent: there is no replica any more: this step could not be folded, or not as it was."""
+
+    step: int
+    reason: str
 
 
 class Settle(Struct, tag=True):
@@ -278,7 +340,19 @@ class Bye(Struct, tag=True):
 Message = (
     Hello | Ready | Begin | Began | Describe | Places | Grant | Release | Still | Seal | Measured
     | Stored | NotStored | Notice | Diverged | OpenLog | OpenRing | Record | Batch | Flush | Logged
-    | NotLogged | Settle | Settled | ListFiles | Files | Ping | Pong | Bye
+    | NotLogged | Persist | Rebase | Mirrored | Folded | NotFolded | Settle | Settled | ListFiles
+    | Files | Ping | Pong | Bye
 )  # fmt: skip
+
+OF_STEPS = (
+    Grant | Stored | NotStored | Logged | NotLogged | Mirrored | Folded | NotFolded | Diverged
+)  # fmt: skip
+"""Of a session's steps: those of an earlier session mean nothing to the next."""
+
+TOLD = (
+    Stored | NotStored | Logged | NotLogged | Mirrored | Folded | NotFolded | Notice | Diverged
+)  # fmt: skip
+"""What a session is told."""
+
 
 decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)

@@ -23,8 +23,8 @@ from msgspec import Struct
 
 from everystep.agent import protocol as p
 from everystep.agent.channel import Channel, address, same_user
-from everystep.agent.logger import MESSAGES, Logger
-from everystep.agent.process import Options
+from everystep.agent.process import LOCK_SLOT, Options
+from everystep.agent.records import MESSAGES, Records, Worker
 from everystep.agent.staging import Staging
 from everystep.agent.watched import Watched
 from everystep.agent.writer import Writer
@@ -33,11 +33,7 @@ from everystep.store import format as fmt
 from everystep.store.local import LocalBackend
 from everystep.types import StepRef
 
-LOCK_SLOT = 1 << 20
-"""The agent of rank r holds slot LOCK_SLOT + r of the run's lock file; the trainer holds slot r."""
-
-_TICK_S = 0.5
-_ORPHAN_S = 30.0
+_TICK_S, _ORPHAN_S = 0.5, 30.0
 
 
 class Server:
@@ -56,14 +52,12 @@ class Server:
         self._trainer = Watched(self._selector)
         self._linger_s = 0.0
         self._ends_at_s: float | None = None
-        self._leaving = self._told_bye = False
+        self._leaving = self._told_bye = self._settling = self._has_lock = False
         self._writer: Writer | None = None
         self._begin: p.Begin | None = None
-        self._logger: Logger | None = None
+        self._records: Records | None = None
         self._staging = Staging(self._guard)
-        self._settling = False
         self._lock = contextlib.ExitStack()
-        self._has_lock = False
 
     # ------------------------------------------------------------ life
 
@@ -130,19 +124,24 @@ class Server:
 
     def _is_idle(self) -> bool:
         with self._guard:
-            return all(one is None or one.idle for one in (self._writer, self._logger))
+            return all(one.idle for one in self._workers())
+
+    def _workers(self) -> list[Writer | Worker]:
+        """All that have a thread."""
+        records = [] if self._records is None else self._records.workers
+        return [*records, *([] if self._writer is None else [self._writer])]
 
     def _unsaved(self) -> list[StepRef]:
         """The steps of which something is in memory only."""
         with self._guard:
-            logged = [] if self._logger is None else self._logger.unsaved()
-        return sorted({image.ref for image in self._staging.unsaved()} | set(logged))
+            records = [] if self._records is None else self._records.unsaved()
+        return sorted({image.ref for image in self._staging.unsaved()} | set(records))
 
     def _end_session(self) -> None:
-        for one in (self._logger, self._writer):
+        for one in (self._records, self._writer):
             if one is not None:
                 one.close()
-        self._logger = self._writer = None
+        self._records = self._writer = None
 
     def _shut(self, listener: socket.socket) -> None:
         listener.close()  # whoever comes now starts another, which waits for the lock
@@ -204,8 +203,8 @@ class Server:
     def _drain(self, on: bool) -> None:
         self._staging.drain(on=on, is_alone=self._owner is None)
         with self._guard:
-            if self._logger is not None:
-                self._logger.drain(on=on)
+            if self._records is not None:
+                self._records.drain(on=on, is_alone=self._owner is None)
 
     # ------------------------------------------------------------ messages
 
@@ -267,13 +266,12 @@ class Server:
         self._staging.begin(message)
         self._begin, self._linger_s = message, message.linger_s
         self._writer = Writer(self._backend, message, self._guard, self._tell)
+        self._records = Records(self._backend, message, self._guard, self._tell, self._rouse)
 
     def _on_log(self, message: Struct, fd: int | None) -> None:
         with self._guard:
-            if self._logger is None and self._begin is not None:
-                self._logger = Logger(self._backend, self._begin, self._guard, self._tell)
-            if self._logger is not None:
-                self._logger.take(message, fd)
+            if self._records is not None:
+                self._records.take(message, fd)
             elif fd is not None:
                 os.close(fd)
 
@@ -313,6 +311,8 @@ class Server:
         with self._guard:
             if self._writer is not None:
                 self._writer.seal(message.slot, image, slots)
+            if self._records is not None:
+                self._records.sealed(message.slot, image, slots)
             self._guard.notify_all()
 
     def _on_measured(self, message: p.Measured) -> None:
@@ -333,7 +333,7 @@ class Server:
     def _act(self) -> None:
         """Send what the writer has to say, and do what has become possible."""
         self._empty_outbox()
-        if any(one is not None and not one.alive for one in (self._writer, self._logger)):
+        if not all(one.alive for one in self._workers()):
             raise StoreFailed("a thread that writes has ended")  # and with it this process
         for channel in self._channels():
             with contextlib.suppress(OSError):  # its end will be seen when it is read
@@ -377,6 +377,9 @@ class Server:
         """Take a message from any thread for the trainer."""
         with self._guard:
             self._outbox.append(message)
+        self._rouse()
+
+    def _rouse(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.write(self._wakened, b"!")
 

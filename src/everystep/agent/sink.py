@@ -112,9 +112,12 @@ class RecordSink(Protocol):
         """
         ...
 
-    def publish(self, step: int) -> None:
+    def publish(self, step: int, safe: int | None = None) -> None:
         """Say that the memory reserved last holds the record of a step. It must not be touched
         from here on.
+
+        Args:
+            safe: the newest step of which every rank has published its record; None: this one.
 
         Raises:
             StoreFailed: the memory was lost.

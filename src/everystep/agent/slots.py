@@ -19,6 +19,8 @@ class State(enum.Enum):
     """Holds a whole step."""
     WRITING = "writing"
     """Sealed, and being written."""
+    LENT = "lent"
+    """The replica folds in it; it holds no whole step."""
 
 
 @dataclass
@@ -105,6 +107,15 @@ class Slots(Generic[Content]):
         self._sealed += 1
         wanted = wanted or self.policy == "block"
         self.all[index] = Slot(index, State.SEALED, content, self._sealed, wanted=wanted)
+
+    def lend(self, index: int) -> None:
+        """Let the replica change what is in a slot."""
+        self.all[index] = Slot(index, State.LENT)
+
+    def give_up(self, index: int) -> None:
+        """The replica does not need its slot any more, nor anybody what is in it."""
+        if self.all[index].state is not State.TAKEN:
+            self.all[index] = Slot(index)
 
     def next_to_write(self, *, only_wanted: bool) -> Slot[Content] | None:
         """The slot to write now; it is marked as being written. None: nothing is to be written.

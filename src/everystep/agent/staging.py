@@ -32,8 +32,8 @@ class Staging:
         with self._guard:
             self.slots, self.still, self.pending, self._layout = None, None, None, None
             self._headers.clear()
-        facts = (begin.policy, begin.staging_bytes)
-        if last is not None and facts != (last.policy, last.staging_bytes):
+        facts = (begin.policy, begin.staging_bytes, begin.replica)
+        if last is not None and facts != (last.policy, last.staging_bytes, last.replica):
             self.close()
 
     def adopt(self, fd: int, slots: int, slot_bytes: int) -> None:
@@ -162,6 +162,8 @@ class Staging:
 
 def _arena_for(slot_bytes: int, begin: p.Begin) -> Arena:
     """New staging memory: as many slots as the policy can use and the budget allows."""
+    if begin.replica:  # the trainer fills it but rarely, and has it to itself then
+        return Arena.made(1, slot_bytes)
     slots = 3 if begin.policy == "skip" else 2
     if begin.staging_bytes is not None:
         slots = min(slots, begin.staging_bytes // slot_bytes)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import msgspec
 from msgspec import Struct
 
 from everystep.agent import protocol as p
@@ -19,6 +20,9 @@ from everystep.errors import StoreFailed
 LEAST_RING_BYTES = 4 << 20
 RECORDS_AT_ONCE = 8
 """A ring has room for so many records like the first, or for two batches."""
+
+_ALIGNMENT = 64
+"""Of records, in bytes: tensors lie in them."""
 
 Send = Callable[[Struct, int | None], None]
 
@@ -58,17 +62,20 @@ class Tail:
         self._ring_numbers = 0
         self._reserved: tuple[Ring, int, int] | None = None
         self._budget_bytes: int | None = None
+        self._mirrored = False
+        self._persist: p.Persist | None = None
         self.refusal: str | None = None
         """Why the store does not take what waits; None: it does, as far as is known."""
 
-    def begin(self, budget_bytes: int | None) -> None:
+    def begin(self, budget_bytes: int | None, *, mirrored: bool = False) -> None:
         """A session begins; call it with `changed` held. What another one has left is given up.
 
         Args:
             budget_bytes: the most memory for records that wait; None: as they need.
+            mirrored: a record is kept until it is folded, not only until it is durable.
         """
-        self._budget_bytes = budget_bytes
-        self._opened, self._reserved = None, None
+        self._budget_bytes, self._mirrored = budget_bytes, mirrored
+        self._opened, self._reserved, self._persist = None, None, None
         self._batch, self.refusal = p.Batch(1), None
         self._kept.clear()
         self._drop_rings(self._rings)
@@ -88,6 +95,18 @@ class Tail:
                 self._batch = p.Batch(records)
                 self._send(self._batch, None)
 
+    def persist_every(self, steps: int) -> None:
+        """Have the replica written after every so many steps."""
+        with self._changed:
+            if self._persist is None or self._persist.steps != steps:
+                self._persist = p.Persist(steps)
+                self._send(self._persist, None)
+
+    def rebase(self) -> None:
+        """Have the replica give its slot to a step that comes whole."""
+        with self._changed:
+            self._send(p.Rebase(), None)
+
     def reserve(self, nbytes: int, wait_s: float) -> memoryview | None:
         """See `RecordSink.reserve`."""
         deadline_s = time.monotonic() + wait_s
@@ -95,7 +114,11 @@ class Tail:
             hurried = False
             while True:
                 ring = self._ring_for(nbytes)
-                offset = None if ring is None else ring.stretches.take(nbytes)
+                offset = (
+                    None
+                    if ring is None
+                    else ring.stretches.take(-(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+                )
                 if ring is not None and offset is not None:
                     self._reserved = (ring, offset, nbytes)
                     return ring.arena.view(offset, nbytes)
@@ -137,7 +160,7 @@ class Tail:
         self._drop_idle()
         return ring
 
-    def publish(self, step: int) -> None:
+    def publish(self, step: int, safe: int | None = None) -> None:
         """See `RecordSink.publish`."""
         with self._changed:
             reserved, self._reserved = self._reserved, None
@@ -146,8 +169,9 @@ class Tail:
             ring, offset, nbytes = reserved
             self._numbers += 1
             record = p.Record(
-                number=self._numbers, step=step, ring=ring.number, offset=offset, nbytes=nbytes
-            )
+                number=self._numbers, step=step, ring=ring.number, offset=offset, nbytes=nbytes,
+                safe=step if safe is None else safe,
+            )  # fmt: skip
             self._kept.append(_Kept(record, self._opened))
             self._send(record, None)
         self._until_sent()
@@ -161,12 +185,16 @@ class Tail:
 
     # ------------------------------------------------------------ for the client, `changed` held
 
-    def heard(self, message: p.Logged | p.NotLogged) -> None:
-        """Free what has become durable. Where the store refuses, nobody waits for that any more."""
+    def heard(self, message: p.Logged | p.NotLogged | p.Folded) -> None:
+        """Free what is not needed any more. Where the store refuses, nobody waits for that any
+        more."""
         if isinstance(message, p.NotLogged):
             self.refusal = message.error[1]
             return
-        self.refusal = None
+        if isinstance(message, p.Logged):
+            self.refusal = None
+        if self._mirrored and not isinstance(message, p.Folded):
+            return
         rings = {ring.number: ring for ring in self._rings}
         while self._kept and self._kept[0].record.number <= message.number:
             kept = self._kept.popleft()
@@ -182,14 +210,16 @@ class Tail:
         for ring in self._rings:
             yield p.OpenRing(ring.number, ring.facts), ring.arena.fd
         yield self._batch, None
+        if self._persist is not None:
+            yield self._persist, None
         opened: p.OpenLog | None = None
         for kept in self._kept:
             if kept.opened is not opened:
                 opened = kept.opened
-                yield opened, None
+                yield msgspec.structs.replace(opened, stale=self._mirrored), None
             yield kept.record, None
         if self._opened is not None and self._opened is not opened:
-            yield self._opened, None
+            yield msgspec.structs.replace(self._opened, stale=self._mirrored), None
         yield p.Flush(), None  # somebody may be waiting for room
 
     def close(self) -> None:

@@ -14,11 +14,13 @@ from msgspec import Struct
 from everystep.agent.image import Image
 from everystep.agent.protocol import Began, Begin, Diverged, Notice, NotStored, Stored
 from everystep.agent.slots import Slot, Slots
-from everystep.errors import EverystepError, Missing, StoreError, StoreFailed
+from everystep.errors import Damaged, EverystepError, Missing, StoreError, StoreFailed
 from everystep.planning.hiding import Interval
 from everystep.store import format as fmt
 from everystep.store.backend import Backend, NewFile
+from everystep.store.format import DataFile, RankRecord
 from everystep.store.full import write_part
+from everystep.store.increments import Durable
 from everystep.store.local import LocalBackend
 from everystep.store.measured import KEPT_STEPS, Measure, MeasuredBy, Span, write_measures
 from everystep.store.retention import Upkeep
@@ -94,6 +96,8 @@ class Writer:
         known = [*begin.known, *self._of_this_session()]
         self._upkeep = Upkeep(self._run, begin.retention, begin.rank, known, begin.pinned)
         self.slots: Slots[Image] | None = None
+        self._durable: Durable | None = None
+        """The newest image of a replica that this thread has written."""
         self._measures: dict[int, Measure] = {}
         self._measures_due_s = 0.0
         self._written: dict[int, tuple[Stored, list[Span]]] = {}
@@ -232,14 +236,35 @@ class Writer:
             if entry.session == self._begin.session and any(
                 part.rank == self._begin.rank for part in entry.parts
             ):
+                self._durable = None  # what it is made of is not known
                 return 0
         if self._begin.rank == 0:
             lost = keep_identity(self._backend, self._begin.identity)
             if lost is not None:
                 self._tell(Notice(logging.WARNING, lost))
-        part, contents = image.part(), image.contents()
-        record = write_part(self._backend, part, image.specs, contents, image.whole)
+        record = self._write_part(image)
         return sum(file.nbytes for file in record.files if file.step is None)
+
+    def _write_part(self, image: Image) -> RankRecord:
+        """All of a step, or of a replica what has changed."""
+        part, specs = image.part(), image.specs
+        if not self._begin.replica:
+            return write_part(self._backend, part, specs, image.contents(), image.whole)
+        last = self._durable
+        if last is not None and not self._are_there(image.ref, last.used_files):
+            last = None
+        increment, whole = image.increment(last)
+        record = write_part(self._backend, part, specs, increment.contents, whole)
+        self._durable = increment.stored(image.ref, record.files, last)
+        return record
+
+    def _are_there(self, ref: StepRef, files: Sequence[DataFile]) -> bool:
+        """Whether nobody has taken away what the next image would refer to."""
+        try:
+            sizes = [self._backend.size(fmt.data_path(ref, file)) for file in files]
+        except (Missing, Damaged):
+            return False
+        return sizes == [file.nbytes for file in files]
 
     def _choose_interval(self, written: int, took_s: float) -> None:
         if self._seal_gap_s > 0 and took_s > 0 and written:

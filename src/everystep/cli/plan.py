@@ -23,6 +23,8 @@ from everystep.cli.figures import (
 )
 from everystep.cli.lanes import WIDTH, draw_lanes
 from everystep.cli.output import Block, Line, Output, counted, size
+from everystep.cli.plan_auto import EXAMPLE as AUTO_EXAMPLE
+from everystep.cli.plan_auto import auto
 from everystep.cli.plan_deltas import EXAMPLE as DELTAS_EXAMPLE
 from everystep.cli.plan_deltas import deltas
 from everystep.cli.target import AsJson, path_text
@@ -63,6 +65,7 @@ class FullPlan(Struct, frozen=True, kw_only=True):
 
 
 plan = typer.Typer()
+plan.command("auto", epilog=AUTO_EXAMPLE)(auto)
 plan.command("deltas", epilog=DELTAS_EXAMPLE)(deltas)
 
 

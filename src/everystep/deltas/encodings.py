@@ -44,7 +44,12 @@ _NOTHING: Bytes = np.empty(0, np.uint8)
 
 
 def encode(
-    gradient: torch.Tensor | None, start: int, stop: int, *, indices: Indices | None = None
+    gradient: torch.Tensor | None,
+    start: int,
+    stop: int,
+    *,
+    indices: Indices | None = None,
+    plain: bool = False,
 ) -> Coded:
     """Encode elements `start` to `stop` (row-major order) of a gradient.
 
@@ -55,6 +60,7 @@ def encode(
         indices: int64 or int32, 1-d, ascending without repeats, of the whole flat tensor: the
             caller knows that the bits of all other elements are zero, and the tensor is not
             searched.
+        plain: a strided tensor is taken as it is, and no smaller form is looked for.
 
     Returns:
         what gives back every bit. Its values may alias the gradient, so use or copy them before
@@ -81,10 +87,16 @@ def encode(
         places = places[_inside(places, start, stop)]
         return _known(places, _at(gradient, places), dtype, start, stop)
     data = _bytes_of(gradient, start, stop)
+    if plain and len(data):
+        return Coded(Form.DENSE, dtype, stop - start, _NOTHING, data)
+    return _smallest(data, dtype, width, stop - start)
+
+
+def _smallest(data: Bytes, dtype: str, width: int, length: int) -> Coded:
+    """The bytes of a strided gradient in the form that takes least."""
     count, seen = codec.survey(data, width)
     if not count:
         return Coded(Form.ZERO, dtype, 0, _NOTHING, _NOTHING)
-    length = stop - start
     if count >= (length - count) * width:  # a gap takes a byte at least
         return _dense(data, dtype, length, seen)
     gaps, values = _empty(loops.gap_room(count, length)), _empty(count * width)

@@ -36,13 +36,14 @@ _CODES = {
     "counts": "I64",
     "gap_bytes": "I64",
     "fingerprint": "U64",
-    "tensors": "U8",
     "values": "U8",
+    "tensors": "U8",
     "gaps": "U8",
     "forms": "U8",
     "dtypes": "U8",
 }
-"""All tensors of a blob in their order: wide numbers first, so that they are aligned."""
+"""All tensors of a blob in their order: wide numbers first, and then gradients, so that they are
+aligned."""
 
 _Length = Annotated[int, msgspec.Meta(ge=0, le=coo.MOST_ELEMENTS)]
 
@@ -84,8 +85,8 @@ def pack(delta: Delta) -> tuple[int, list[Bytes]]:
         "counts": [np.array(counts, np.int64).view(np.uint8)],
         "gap_bytes": [np.array([*map(len, gaps)], np.int64).view(np.uint8)],
         "fingerprint": [np.ascontiguousarray(delta.fingerprint).reshape(-1).view(np.uint8)],
-        "tensors": _joined([stored.data for stored in delta.tensors]),
         "values": _joined(values),
+        "tensors": _joined([stored.data for stored in delta.tensors]),
         "gaps": _joined(gaps),
         "forms": [np.frombuffer(bytes(forms), np.uint8)],
         "dtypes": [np.frombuffer(bytes([code_of[name] for name in dtypes]), np.uint8)],

@@ -21,11 +21,11 @@ from everystep.agent.sink import Place, Room, Sink
 from everystep.engine.capture import Capture, versions_of
 from everystep.engine.device import Device, device_for
 from everystep.engine.meter import Cost, Lane, Plan
+from everystep.engine.owned import Shares
 from everystep.engine.still import Still
 from everystep.engine.tasks import Task, of_model, tasks_for, written_by_several
 from everystep.engine.window import Window
 from everystep.planning.hiding import Interval
-from everystep.planning.partition import pieces_of
 from everystep.state import raw
 from everystep.state.capture import Objects
 from everystep.state.ranks import Ranks
@@ -40,7 +40,6 @@ _SKIP_WAIT_S = 0.02
 """How long a step waits for a slot that must be on its way, where it may be skipped."""
 
 _BLOCK_WAIT_S = 3600.0
-
 _MOST_TORN = 3
 
 
@@ -56,6 +55,7 @@ class Engine:
         snapshot_bytes: how much device memory snapshots may take; None: any.
         device: how bytes leave; None: found from the tensors.
         write_still: makes tensors that do not change durable, as a part of a step.
+        shares: which rank stores what; None: all have equally much.
     """
 
     def __init__(
@@ -70,8 +70,9 @@ class Engine:
         device: Device | None = None,
         share_replicas: bool = True,
         write_still: Callable[[int, Sequence[Held]], None] | None = None,
+        shares: Shares | None = None,
     ) -> None:
-        self._ranks, self._sink = ranks, sink
+        self._sink, self._shares = sink, shares or Shares(objects, ranks)
         self._auto, self._every = every == "auto", 1 if every == "auto" else int(every)
         self._interval = Interval()
         self._policy, self._snapshot_bytes = policy, snapshot_bytes
@@ -343,7 +344,7 @@ class Engine:
         else:
             self._still.forget()
         specs = [held.spec for held, _ in moving]
-        pieces = pieces_of(specs, self._ranks.rank, self._ranks.world_size)
+        pieces = self._shares.of(specs)
         self._rest_room = 2 * rest_bytes + _SPARE_REST_BYTES
         if self._device is not None:
             self._device.unpin()

@@ -1,9 +1,9 @@
-"""Which keys parameters have, what of them this rank's deltas hold, where they live, and which
+"""Which keys parameters have, what of the state this rank stores, where it lives, and which
 optimizers cannot be recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import torch
@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from everystep.deltas.delta import Parameter
 from everystep.engine.device import Device, device_for
 from everystep.engine.gradients import parameters_of
-from everystep.planning.partition import pieces_of
+from everystep.planning.partition import pieces_by_unit, pieces_of
 from everystep.state.capture import Objects
 from everystep.state.names import names_of
 from everystep.state.optimizers import ELEMENTWISE, is_zero
 from everystep.state.ranks import Ranks
 from everystep.state.shards import is_dtensor, shard_of
-from everystep.types import TensorSpec, join_key
+from everystep.types import Piece, TensorSpec, join_key, split_key
 
 
 def keys_of(objects: Objects, world_size: int) -> dict[int, str]:
@@ -31,15 +31,57 @@ def keys_of(objects: Objects, world_size: int) -> dict[int, str]:
     return keys
 
 
-def pieces(specs: Sequence[TensorSpec], ranks: Ranks, share_replicas: bool) -> list[Parameter]:
-    """What a rank's deltas hold of each parameter of an optimizer."""
-    if not share_replicas:
-        specs = [msgspec.structs.replace(spec, replicated=False) for spec in specs]
-    mine = {
-        piece.key: (piece.start, piece.stop)
-        for piece in pieces_of(specs, ranks.rank, ranks.world_size)
-    }
-    return [Parameter(s.key, s.shape, *mine.get(s.key, (0, 0))) for s in specs]
+def unit_of(objects: Objects, world_size: int) -> Callable[[str], str]:
+    """Names what belongs together: the key of a parameter for its own key and those of its slots,
+    and any other key for itself."""
+    names = {name: names_of(model, world_size) for name, model in objects.models.items()}
+
+    def unit(key: str) -> str:
+        parts = split_key(key)
+        if parts[0] != "optimizers" or len(parts) < 5 or parts[3] not in names:
+            return key
+        return join_key("models", parts[3], names[parts[3]].tied(parts[4]))
+
+    return unit
+
+
+class Shares:
+    """How ranks share out what all of them hold alike.
+
+    Args:
+        objects: the state's owners.
+        ranks: this process's place in the job.
+        whole: a parameter and its slots all go to one rank, as a replica needs it; else all ranks
+            have equally much.
+    """
+
+    def __init__(self, objects: Objects, ranks: Ranks, *, whole: bool = False) -> None:
+        self._objects, self._ranks, self._whole = objects, ranks, whole
+
+    def of(self, specs: Sequence[TensorSpec]) -> list[Piece]:
+        """What this rank stores of a state."""
+        rank, size = self._ranks.rank, self._ranks.world_size
+        if not self._whole or size == 1:
+            return pieces_of(specs, rank, size)
+        return pieces_by_unit(specs, rank, size, unit_of(self._objects, size))
+
+    def of_gradients(
+        self, specs: Sequence[TensorSpec], parameters: Sequence[str], share_replicas: bool
+    ) -> list[Parameter]:
+        """What this rank's deltas hold of the gradients of an optimizer's parameters.
+
+        Args:
+            specs: of the whole state.
+            parameters: keys.
+            share_replicas: False: every rank has all.
+        """
+        by_key = {spec.key: spec for spec in specs}
+        its = [by_key[key] for key in parameters]
+        shared = specs if self._whole else its
+        if not share_replicas:
+            shared = [msgspec.structs.replace(spec, replicated=False) for spec in shared]
+        mine = {piece.key: (piece.start, piece.stop) for piece in self.of(shared)}
+        return [Parameter(s.key, s.shape, *mine.get(s.key, (0, 0))) for s in its]
 
 
 def accelerator(objects: Objects) -> Device | None:

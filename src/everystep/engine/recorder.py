@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -20,9 +19,9 @@ from everystep.deltas.packing import pack_layout
 from everystep.engine.changes import Beside, bytes_of
 from everystep.engine.gradients import Apart, Source
 from everystep.engine.meter import Cost
-from everystep.engine.owned import accelerator, keys_of, pieces, unrepeatable
+from everystep.engine.owned import Shares, accelerator, keys_of, unrepeatable
 from everystep.engine.promise import fulfil
-from everystep.engine.taken import Taken, code, write_record
+from everystep.engine.taken import Step, Taken, code, write_record
 from everystep.errors import EverystepError, StoreFailed, Unsupported
 from everystep.state.capture import Objects
 from everystep.state.draws import Draws
@@ -43,23 +42,6 @@ _LOST = (EverystepError, RuntimeError, MemoryError, OSError, ValueError)
 """What costs a delta, and does not end training."""
 
 
-@dataclass
-class _Step:
-    """A step whose delta is being made."""
-
-    number: int
-    layout: Layout
-    taken: list[Taken]
-    tensors: list[Stored]
-    tree: dict[str, Json]
-    metrics: Mapping[str, Json]
-    state: list[torch.Tensor]
-    rota: Rota | None
-    cost: Cost
-    prints: Future[npt.NDArray[np.uint64]] = field(default_factory=Future)
-    """Done when the state is not read any more."""
-
-
 class Recorder:
     """Watches optimizers, and writes down what each step has changed.
 
@@ -75,6 +57,8 @@ class Recorder:
         slices: so many consecutive fingerprints cover the state.
         versions: recorded with the layout.
         told: called with a step and the bytes of its record as it is handed over, in a thread.
+        shares: which rank writes down what; None: all have equally much.
+        plain: gradients are taken as they are: nobody is going to store them.
 
     Raises:
         Unsupported: what an optimizer does cannot be done again from its gradients.
@@ -92,6 +76,8 @@ class Recorder:
         slices: int,
         versions: dict[str, str],
         told: Callable[[int, int], None],
+        shares: Shares | None = None,
+        plain: bool = False,
     ) -> None:
         for name, optimizer in objects.optimizers.items():
             reason = unrepeatable(optimizer)
@@ -99,8 +85,9 @@ class Recorder:
                 raise Unsupported(f"optimizers.{name}: {reason}")
         self._objects, self._ranks, self._sink = objects, ranks, sink
         self._policy, self.share_replicas = policy, share_replicas
-        self._device = accelerator(objects)
+        self._device, self._shares = accelerator(objects), shares or Shares(objects, ranks)
         self._chained, self._slices, self._versions, self._told = chained, slices, versions, told
+        self._plain = plain
         self._recapture = Recapture(objects, ranks.world_size, versions=False)
         self._beside = Beside(objects.extras)
         self._keys: set[str] = set()
@@ -119,7 +106,9 @@ class Recorder:
         )
         self._draws = Draws(objects.extras.values()) if foreign else None  # torch's draw nothing
         self._moved = False
-        self._steps: collections.deque[tuple[_Step, Future[None]]] = collections.deque()
+        self._alone, self._safe = ranks.world_size == 1, 0
+        self._ended = 0
+        self._steps: collections.deque[tuple[Step, Future[None]]] = collections.deque()
         # the log may keep one of them waiting
         self._thread = ThreadPoolExecutor(1, "everystep-delta")
         self._sender = ThreadPoolExecutor(1, "everystep-send")
@@ -141,6 +130,9 @@ class Recorder:
     def _take(self, source: Source, problem: str | None) -> None:
         """An optimizer is about to write."""
         started_s = time.monotonic()
+        # its gradients took all ranks, so all have ended the step before, and may have kept back
+        # the records of so many
+        self._safe = max(self._safe, self._ended - _MOST_WAITING)
         for step, _ in self._steps:
             if not step.prints.done():
                 wait([step.prints])
@@ -166,7 +158,7 @@ class Recorder:
             self._device.stable()
         if not taken.lasting:
             taken.coded = Future()
-            taken.coded.set_result(code(taken, parameters, self._device))
+            taken.coded.set_result(code(taken, parameters, self._device, plain=self._plain))
         self._taken.append(taken)
 
     def _updated(self, source: Source) -> None:
@@ -191,6 +183,7 @@ class Recorder:
         """
         cost.snapshot_s += self._waited_s
         self._waited_s = 0.0
+        self._ended = step
         with cost.stalled("bookkeeping"):
             problem, one = self._put_together(step, metrics, cost)
         if problem is None and len(self._steps) >= _MOST_WAITING:
@@ -214,7 +207,7 @@ class Recorder:
 
     def _put_together(
         self, step: int, metrics: Mapping[str, Json], cost: Cost
-    ) -> tuple[str | None, _Step | None]:
+    ) -> tuple[str | None, Step | None]:
         """What the step has changed, or why that cannot be told."""
         taken, self._taken = self._taken, []
         problem, self._problem = self._problem, None
@@ -244,7 +237,7 @@ class Recorder:
         options = [Stored(held.spec, bytes_of(held.tensor)) for t in taken for held in t.tensors]
         if self._device is not None:
             self._device.stable()
-        return None, _Step(
+        return None, Step(
             step, layout, taken, changes.tensors + options, changes.tree, metrics, self._proved,
             self._rota, cost,
         )  # fmt: skip
@@ -295,7 +288,7 @@ class Recorder:
         if self._layout is not None and facts == self._laid_out:
             return self._layout
         self._laid_out, self._opened = facts, False
-        specs = {held.spec.key: held.spec for held in captured.fixed}
+        specs = [held.spec for held in captured.fixed]
         keys = keys_of(self._objects, self._ranks.world_size)
         self._keys = set(keys.values())
         # buffers may change as soon as training goes on; deltas hold them whole
@@ -304,8 +297,8 @@ class Recorder:
         self._proved = [held.tensor for held in proved]
         self._rota = Rota.of(self._proved, self._slices)
         optimizers = {
-            source.name: pieces(
-                [specs[keys[id(p)]] for p in source.parameters], self._ranks, self.share_replicas
+            source.name: self._shares.of_gradients(
+                specs, [keys[id(p)] for p in source.parameters], self.share_replicas
             )
             for source in self._sources
         }
@@ -322,15 +315,18 @@ class Recorder:
 
     # ------------------------------------------------------------ the thread beside training
 
-    def _read(self, one: _Step, to_code: list[Taken]) -> None:
+    def _read(self, one: Step, to_code: list[Taken]) -> None:
         """Take from live memory what the step's delta needs."""
         fulfil(one.prints, lambda: self._fingerprint(one))
         for taken in to_code:
             parameters = one.layout.optimizers[taken.optimizer]
             if taken.coded is not None:
-                fulfil(taken.coded, lambda: code(taken, parameters, self._device))  # noqa: B023
+                fulfil(
+                    taken.coded,
+                    lambda: code(taken, parameters, self._device, plain=self._plain),  # noqa: B023
+                )
 
-    def _finish(self, one: _Step) -> None:
+    def _finish(self, one: Step) -> None:
         try:
             if self._broken:
                 raise StoreFailed("the one before it is lost")
@@ -343,7 +339,7 @@ class Recorder:
     def _mend(self) -> None:
         self._broken = False
 
-    def _send(self, one: _Step) -> None:
+    def _send(self, one: Step) -> None:
         prints = one.prints.result()
         updates = []
         for taken in one.taken:
@@ -357,10 +353,10 @@ class Recorder:
         if nbytes is None:
             raise StoreFailed(f"there was no room for it: {BEHIND}")
         self._told(one.number, nbytes)
-        self._sink.publish(one.number)
+        self._sink.publish(one.number, None if self._alone else self._safe)
         one.cost.logged_bytes, one.cost.logged_at_s = nbytes, time.monotonic()
 
-    def _fingerprint(self, one: _Step) -> npt.NDArray[np.uint64]:
+    def _fingerprint(self, one: Step) -> npt.NDArray[np.uint64]:
         state, one.state = one.state, []
         before = [source.written_beside() for source in self._sources]
         with contextlib.ExitStack() as reading:

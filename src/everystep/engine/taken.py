@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from everystep.agent.sink import RecordSink
-from everystep.deltas.delta import Coded, Delta, Form, Parameter
+from everystep.deltas.delta import Coded, Delta, Form, Layout, Parameter, Stored
 from everystep.deltas.encodings import encode, encode_known
 from everystep.deltas.known import Known
 from everystep.deltas.packing import pack
 from everystep.engine.capture import versions_of
 from everystep.engine.device import Device
+from everystep.engine.meter import Cost
 from everystep.errors import StoreFailed
 from everystep.state import raw
+from everystep.state.fingerprint import Rota
 from everystep.state.tree import Held
 from everystep.types import Json
 
@@ -49,6 +52,23 @@ class Taken:
     coded: Future[list[Coded]] | None = None
 
 
+@dataclass
+class Step:
+    """A step whose delta is being made."""
+
+    number: int
+    layout: Layout
+    taken: list[Taken]
+    tensors: list[Stored]
+    tree: dict[str, Json]
+    metrics: Mapping[str, Json]
+    state: list[torch.Tensor]
+    rota: Rota | None
+    cost: Cost
+    prints: Future[npt.NDArray[np.uint64]] = field(default_factory=Future)
+    """Done when the state is not read any more."""
+
+
 def owns_memory(gradient: torch.Tensor) -> bool:
     """Whether no other tensor can lie in its memory."""
     if gradient.layout is not torch.strided:
@@ -56,13 +76,16 @@ def owns_memory(gradient: torch.Tensor) -> bool:
     return bool(gradient.untyped_storage().nbytes() == gradient.nbytes)
 
 
-def code(taken: Taken, parameters: Sequence[Parameter], device: Device | None) -> list[Coded]:
+def code(
+    taken: Taken, parameters: Sequence[Parameter], device: Device | None, *, plain: bool = False
+) -> list[Coded]:
     """Write down the gradients. Those that are going to stay as they are may be referred to by what
     is returned, until `unwritten` has looked once more; others are let go of.
 
     Args:
         parameters: parallel to the gradients.
         device: how bytes leave the device, where it is not the host.
+        plain: see `encode`.
 
     Raises:
         StoreFailed: gradients that were to stay as they are may be written unseen.
@@ -84,7 +107,7 @@ def code(taken: Taken, parameters: Sequence[Parameter], device: Device | None) -
             sure = known is not None and known.holds(gradient)
             indices = known.indices.cpu() if known is not None and sure else None
             host = _on_host(gradient, device)
-            coded.append(encode(host, one.start, one.stop, indices=indices))
+            coded.append(encode(host, one.start, one.stop, indices=indices, plain=plain))
     if not taken.lasting:
         taken.gradients = []
         coded = [

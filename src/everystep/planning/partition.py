@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from everystep.types import Piece, TensorSpec, item_bytes
@@ -61,3 +61,34 @@ def pieces_of(specs: Sequence[TensorSpec], rank: int, world_size: int) -> list[P
         world_size,
     )
     return own + [Piece(shared[e.position].key, e.start, e.stop) for e in extents]
+
+
+def pieces_by_unit(
+    specs: Sequence[TensorSpec],
+    rank: int,
+    world_size: int,
+    unit_of: Callable[[str], str],
+) -> list[Piece]:
+    """What a rank stores where no unit is divided: all of its own tensors, and the replicated ones
+    of some units.
+
+    The largest unit that is left goes to the rank that has least: no rank has more than 4/3 of what
+    the best division would give the fullest one (Graham 1969, "Bounds on multiprocessing timing
+    anomalies"). Depends on nothing but the arguments.
+
+    Args:
+        unit_of: for a tensor's key the name of its unit: of a parameter and its slots, say.
+    """
+    own = [Piece(spec.key, 0, spec.elements) for spec in specs if not spec.replicated]
+    units: dict[str, list[TensorSpec]] = {}
+    for spec in sorted((spec for spec in specs if spec.replicated), key=lambda spec: spec.key):
+        units.setdefault(unit_of(spec.key), []).append(spec)
+    sizes = {name: sum(spec.nbytes for spec in members) for name, members in units.items()}
+    loads = [0] * world_size
+    mine: list[Piece] = []
+    for name in sorted(units, key=lambda name: (-sizes[name], name)):
+        least = loads.index(min(loads))
+        loads[least] += sizes[name]
+        if least == rank:
+            mine += [Piece(spec.key, 0, spec.elements) for spec in units[name]]
+    return own + mine

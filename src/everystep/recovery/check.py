@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import time
@@ -15,9 +14,9 @@ from typing import Any
 import msgspec
 import torch
 from msgspec import Struct
-from torch.optim import Optimizer
 
 from everystep.errors import CannotRestore, Damaged, EverystepError
+from everystep.recovery.classes import Names, imported
 from everystep.recovery.part import Proved, read_part
 from everystep.recovery.reach import How, left_out, read_chain
 from everystep.state import raw
@@ -35,8 +34,8 @@ class Order(Struct, frozen=True, kw_only=True):
     step: StepRef
     """It has a full checkpoint, and so has an earlier one."""
     rank: int
-    classes: dict[str, tuple[str, str]]
-    """Optimizers that are not torch's: (module, name in it) by full name."""
+    classes: Names
+    """Optimizers that are not torch's."""
     threads: int = 1
 
 
@@ -63,7 +62,7 @@ def check(order: Order) -> Verdict:
     if proof is None or way is None or way.links:
         return Verdict(skipped="there is no earlier full checkpoint, or none at the step")
     try:
-        classes = _classes(order)
+        classes = imported(order.classes)
     except (ImportError, AttributeError) as error:
         return Verdict(skipped=f"an optimizer cannot be imported by another process: {error}")
     try:
@@ -102,17 +101,6 @@ def _plain(tree: Any, apart: Sequence[str]) -> bytes:
         _, name, entry = split_key(prefix.rstrip("/"))
         own["extras"].get(name, {}).pop(entry, None)
     return msgspec.json.encode(own, order="sorted")
-
-
-def _classes(order: Order) -> dict[str, type[Optimizer]]:
-    """The trainer names them; nothing that was read from a file is imported."""
-    found = {}
-    for full_name, (module, name) in order.classes.items():
-        kind: Any = importlib.import_module(module)
-        for part in name.split("."):
-            kind = getattr(kind, part)
-        found[full_name] = kind
-    return found
 
 
 def main() -> None:

@@ -16,23 +16,24 @@ import torch
 from torch.optim import Optimizer
 
 from everystep.deltas.delta import Stored
-from everystep.errors import CannotRestore, Damaged
+from everystep.errors import Damaged
 from everystep.recovery.blocks import Work, can_be_cut, fold_blocks, has_all_slots, moved
 from everystep.recovery.joined import Ready, is_beside, join, tensor_of
 from everystep.recovery.proof import Prover, Step, hashes
 from everystep.recovery.replay import Call, Options, Replay, parameter_over
+from everystep.recovery.stored import keys_of, placed, plain, references, row_major
 from everystep.recovery.threads import intra_op_threads
 from everystep.state import raw
 from everystep.state.tree import Decoder
 from everystep.types import Json, TensorSpec, join_key, spoken
 
-__all__ = ["Folded", "Step", "fold"]
+__all__ = ["Folded", "Folding", "Step", "fold"]
 
 BUDGET_BYTES = 1 << 30
 """Of gradients, decoded as far as blocks need them, that are held at a time."""
 
-_REFERENCES = {"$tensor": 1, "$leaf": 1, "$parameter": 1, "$frozen": 1, "$array": 1, "$coo": 2}
-"""How many keys stand first in the content of a tag."""
+_NOTHING = torch.empty(0)
+"""Stands for a parameter that is somebody else's: it has no gradient, so that no step is taken."""
 
 
 class Folded(NamedTuple):
@@ -73,7 +74,7 @@ def fold(
             names the step and the first tensor.
         CannotRestore: an optimizer cannot be built, or refuses to step.
     """
-    folding = _Folding(tree, specs, tensors, classes, threads or os.cpu_count() or 1)
+    folding = Folding(tree, specs, tensors, classes=classes, threads=threads)
     waiting: list[Ready] = []
     held_bytes = 0
     for step in deltas:
@@ -101,34 +102,63 @@ def _report(progress: Callable[[int], None] | None, steps: int) -> None:
         progress(steps)
 
 
-class _Folding:
+class Folding:
+    """A state that steps are folded onto; see `fold`.
+
+    Args:
+        tensors: where some are left out, `partial` must be set. Those that are row-major and in
+            host memory are overwritten where they lie.
+        partial: parameters that are left out, and their slots, are somebody else's: they are
+            neither folded nor proved.
+
+    Raises:
+        Damaged: the state does not hold what its optimizers name.
+        CannotRestore: an optimizer cannot be built.
+    """
+
     def __init__(
         self,
         tree: Json,
         specs: Mapping[str, TensorSpec],
         tensors: Mapping[str, torch.Tensor],
+        *,
         classes: Mapping[str, type[Optimizer]],
-        threads: int,
+        threads: int | None = None,
+        partial: bool = False,
     ) -> None:
         self.tree: Json = msgspec.json.decode(msgspec.json.encode(tree))
-        self.specs, self._threads = dict(specs), threads
-        self.tensors = {key: _placed(tensors[key], spec) for key, spec in specs.items()}
+        self.specs, self._threads = dict(specs), threads or os.cpu_count() or 1
+        self.is_partial = partial
+        self.tensors = {
+            key: placed(tensors[key], spec) for key, spec in specs.items() if key in tensors
+        }
         self._prover = Prover()
         self._last: int | None = None
         self._next_options: dict[str, Options] = {}
         """By optimizer: what was set after its last update, and not used yet."""
-        keys = {name: _keys_of(self.tree, saved) for name, saved in self._optimizers()}
+        keys = {name: keys_of(self.tree, saved) for name, saved in self._optimizers()}
         used = {key for owners in keys.values() for key in owners.values()}
         missing = next((key for key in used if key not in self.tensors), None)
-        if missing is not None:
+        if missing is not None and not partial:
             raise Damaged(f"an optimizer has {spoken(missing)}, which is not stored")
-        parameters = {key: parameter_over(self.tensors[key], key) for key in sorted(used)}
+        parameters = {
+            key: parameter_over(self.tensors.get(key, _NOTHING), key) for key in sorted(used)
+        }
         decoder = Decoder(self.tensors)
         self._replays = {}
         for name, saved in self._optimizers():
             owners = keys[name]
             groups = [[owners[m, f] for m, f in g["parameters"]] for g in saved["groups"]]
-            self._replays[name] = Replay(name, saved, parameters, groups, owners, decoder, classes)
+            self._replays[name] = Replay(
+                name,
+                saved,
+                parameters,
+                groups,
+                owners,
+                decoder,
+                classes,
+                used - self.tensors.keys(),
+            )
         every = [key for replay in self._replays.values() for key in replay.keys]
         self._shared = len(set(every)) < len(every)
         self._in_models: dict[object, str] = {
@@ -139,7 +169,7 @@ class _Folding:
         self._slot_keys: dict[str, set[str]] = {name: set() for name in self._replays}
         for name in self._replays:
             prefix = join_key("optimizers", name, "state") + "/"
-            self._slot_keys[name] = {key for key in self.specs if key.startswith(prefix)}
+            self._slot_keys[name] = {key for key in self.tensors if key.startswith(prefix)}
             self._renew_slots(name)
 
     def _optimizers(self) -> Iterator[tuple[str, Json]]:
@@ -160,7 +190,7 @@ class _Folding:
         calls = [self._with_options(call) for call in ready.calls]
         beside = {stored.spec.key: tensor_of(stored) for stored in ready.delta.tensors}
         for name, options in ready.delta.tree.get("options", {}).items():
-            decoded = Decoder({**self.tensors, **beside}).decode(_plain(options))
+            decoded = Decoder({**self.tensors, **beside}).decode(plain(options))
             self._next_options[name] = decoded
         return ready._replace(calls=calls)
 
@@ -202,6 +232,14 @@ class _Folding:
 
     # ------------------------------------------------------------ folding
 
+    def advance(self, step: Step) -> None:
+        """Fold one step, and prove it.
+
+        Raises:
+            Damaged, CannotRestore: see `fold`; the state is of no use any more.
+        """
+        self.fold_alone(self.ready(step))
+
     def fold_alone(self, ready: Ready) -> None:
         """Fold one step over whole tensors, and prove it."""
         with intra_op_threads(ready.layout.threads):
@@ -209,7 +247,8 @@ class _Folding:
                 self._replays[call.optimizer].step(call)
                 self._renew_slots(call.optimizer)
         self._take_over(ready)
-        expected = self._prover.expected(ready.step, self.specs)
+        told = self._prover.expected(ready.step, self.specs)
+        expected = {key: one for key, one in told.items() if key in self.tensors}
         wrong = self._prover.differing(ready.step, expected, hashes(self.tensors, expected))
         if wrong:
             raise min(wrong).error()
@@ -263,7 +302,7 @@ class _Folding:
         """Keys of the tensors in each parameter's slot, by the names there."""
         replay = self._replays[name]
         at = {key: position for position, key in enumerate(replay.keys)}
-        owners = _keys_of(self.tree, self.tree["optimizers"][name])
+        owners = keys_of(self.tree, self.tree["optimizers"][name])
         return {
             at[owners[owner[0], owner[1]]]: {
                 part: value["$tensor"]
@@ -285,7 +324,7 @@ class _Folding:
             if update.options is not None:
                 self._set_options(update.optimizer, update.options)
         for part, value in ready.delta.tree.items():
-            self._replace_part(part, _plain(value), ready.step.step)
+            self._replace_part(part, plain(value), ready.step.step)
 
     def _replace_part(self, part: str, value: Json, step: int) -> None:
         if part in ("extras", "loaders", "rng"):
@@ -301,12 +340,12 @@ class _Folding:
 
     def _set_options(self, name: str, options: Json) -> None:
         groups = self.tree["optimizers"][name]["groups"]
-        for group, its in zip(groups, _plain(options), strict=True):
+        for group, its in zip(groups, plain(options), strict=True):
             group["options"] = its
 
     def _replace(self, stored: Stored) -> None:
         key = stored.spec.key
-        new, held = _placed(tensor_of(stored), stored.spec), self.tensors.get(key)
+        new, held = placed(tensor_of(stored), stored.spec), self.tensors.get(key)
         self.specs[key] = stored.spec
         if held is not None and (held.shape, held.dtype) == (new.shape, new.dtype):
             raw.write_into(held, new)
@@ -317,52 +356,15 @@ class _Folding:
 
     def result(self) -> Folded:
         """The state as a full checkpoint of it would be read."""
-        kept: set[str] = {k for k in self.tensors if k.startswith("/models/") and k.count("/") == 3}
-        _references(self.tree, kept)
-        missing = next((key for key in kept if key not in self.tensors), None)
+        kept: set[str] = {k for k in self.specs if k.startswith("/models/") and k.count("/") == 3}
+        references(self.tree, kept)
+        known = self.specs if self.is_partial else self.tensors
+        missing = next((key for key in kept if key not in known), None)
         if missing is not None:
             raise Damaged(f"the tree refers to {spoken(missing)}, which is not there")
         specs = {key: spec for key, spec in self.specs.items() if key in kept}
-        tensors = {key: _row_major(self.tensors[key]) for key in specs}
+        tensors = {key: row_major(self.tensors[key]) for key in specs if key in self.tensors}
         return Folded(self.tree, specs, tensors)
-
-
-def _plain(value: Json) -> Json:
-    """JSON that may hold encoded parts, as plain values of its own."""
-    return msgspec.json.decode(msgspec.json.encode(value))
-
-
-def _keys_of(tree: Json, saved: Json) -> dict[tuple[str, str], str]:
-    """The keys of all parameters that an optimizer names, by model and FQN."""
-    owners = [owner for group in saved["groups"] for owner in group["parameters"]]
-    owners += [owner for owner, _ in saved["slots"]]
-    found = {}
-    for model, fqn in owners:
-        aliases = tree["models"].get(model, {}).get("aliases", {})
-        found[model, fqn] = join_key("models", model, aliases.get(fqn, fqn))
-    return found
-
-
-def _placed(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """A tensor in the memory order, and on the device, that it had.
-
-    Raises:
-        CannotRestore: there is no such device.
-    """
-    ordered = raw.restrided(tensor.detach(), spec)
-    moves = spec.key.startswith(("/models/", "/optimizers/")) and spec.device != "cpu"
-    try:
-        return ordered.to(spec.device) if moves else ordered
-    except (RuntimeError, AssertionError) as error:
-        raise CannotRestore(
-            f"{spoken(spec.key)} was on {spec.device}, which is not here: {error}",
-            hint="steps are done again where they were done",
-        ) from error
-
-
-def _row_major(tensor: torch.Tensor) -> torch.Tensor:
-    host = tensor.detach().cpu()
-    return host if host.is_contiguous() else raw.plain_bits(host).contiguous().view(host.dtype)
 
 
 def _turned_on(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
@@ -380,18 +382,3 @@ def _kind(value: Any) -> object:
     if isinstance(value, list | tuple):
         return tuple(map(_kind, value))
     return "tensor" if isinstance(value, torch.Tensor) else value
-
-
-def _references(node: Json, found: set[str]) -> None:
-    """Collect the keys of all tensors that a tree refers to."""
-    if isinstance(node, list):
-        for item in node:
-            _references(item, found)
-    elif isinstance(node, dict):
-        if len(node) == 1:
-            ((tag, content),) = node.items()
-            if tag in _REFERENCES:
-                found.update([content] if isinstance(content, str) else content[: _REFERENCES[tag]])
-                return
-        for item in node.values():
-            _references(item, found)

@@ -139,7 +139,8 @@ class Gradient:
                 decode(coded._replace(count=last - first, values=coded.values[window]), part)
 
     def whole(self, like: torch.Tensor) -> torch.Tensor | None:
-        """All of it, in the shape and memory order of `like`; None if there is none.
+        """All of it, in the shape and memory order of `like`; None if there is none. It may lie in
+        the memory of the delta.
 
         Raises:
             Damaged: a piece is not what an encoder makes.
@@ -148,9 +149,21 @@ class Gradient:
             return None
         if self._coo:
             return decode_coo(self._coo[0])
-        flat = torch.empty(like.numel(), dtype=raw.dtype_of(self.dtype))
-        self.fill(flat, 0)
+        flat = self._lent()
+        if flat is None:
+            flat = torch.empty(like.numel(), dtype=raw.dtype_of(self.dtype))
+            self.fill(flat, 0)
         return in_order_of(like, flat)
+
+    def _lent(self) -> torch.Tensor | None:
+        """All elements where they lie, if they lie there as they are. Some optimizers write to
+        their gradients: what was read for one step is of no use for another."""
+        if len(self._pieces) != 1 or self._pieces[0].coded.form != Form.DENSE:
+            return None
+        data, dtype = self._pieces[0].coded.values, raw.dtype_of(self.dtype)
+        if not data.flags.writeable or data.ctypes.data % dtype.itemsize:
+            return None
+        return torch.from_numpy(data).view(dtype)
 
 
 def in_order_of(like: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from everystep.deltas.delta import Delta, Layout, Stored, Update
+from everystep.deltas.encodings import encode
 from everystep.errors import Damaged
 from everystep.recovery.gradients import Gradient, Piece
 from everystep.recovery.proof import Step
@@ -18,6 +19,9 @@ from everystep.types import TensorSpec, spoken
 
 _UPDATES = "/updates/"
 """Begins the keys of tensors that only an update's options refer to."""
+
+
+_NOBODYS = Piece(0, 0, encode(None, 0, 0))
 
 
 class Ready(NamedTuple):
@@ -60,7 +64,7 @@ def join(
         replay = replays.get(update.optimizer)
         if replay is None or any(part.optimizer != update.optimizer for _, part in parts):
             raise Damaged(f"an update of optimizer {update.optimizer!r}", step=step.step)
-        gradients = _gradients(step.step, replay, parts, specs)
+        gradients = _gradients(step.step, replay, parts, specs, tensors)
         options = _options(step.step, replay, update, decoder)
         calls.append(Call(update.optimizer, options, gradients, update.scale))
     nbytes = sum(gradient.nbytes for call in calls for gradient in call.gradients)
@@ -72,8 +76,10 @@ def _gradients(
     replay: Replay,
     parts: list[tuple[Layout, Update]],
     specs: Mapping[str, TensorSpec],
+    tensors: Mapping[str, torch.Tensor],
 ) -> list[Gradient]:
-    """Parallel to the optimizer's parameters; the first of the parts is the rank's own."""
+    """Parallel to the optimizer's parameters, absent where those are somebody else's; the first of
+    the parts is the rank's own."""
     pieces: dict[str, list[Piece]] = {key: [] for key in replay.keys}
     for layout, part in parts:
         parameters = layout.optimizers.get(replay.name, [])
@@ -85,7 +91,12 @@ def _gradients(
                 raise Damaged(f"a gradient of {spoken(one.key)}", step=step)
             if layout is parts[0][0] or spec.replicated:
                 pieces[one.key].append(Piece(one.start, one.stop, coded))
-    return [Gradient(key, specs[key].elements, pieces[key]) for key in replay.keys]
+    return [
+        Gradient(key, specs[key].elements, pieces[key])
+        if key in tensors
+        else Gradient(key, 0, [_NOBODYS])
+        for key in replay.keys
+    ]
 
 
 def _options(step: int, replay: Replay, update: Update, decoder: Decoder) -> Options | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import msgspec
@@ -45,6 +46,7 @@ class Replay:
         owners: keys of all parameters that it names, by model and FQN.
         decoder: of the stored values.
         classes: see `class_of`.
+        foreign: keys of parameters that are somebody else's: their slots are left as they are.
 
     Raises:
         CannotRestore: there is no such class, or it is not built from its options.
@@ -59,6 +61,7 @@ class Replay:
         owners: Mapping[tuple[str, str], str],
         decoder: Decoder,
         classes: Mapping[str, type[Optimizer]],
+        foreign: AbstractSet[str] = frozenset(),
     ) -> None:
         if saved["others"] or saved["more"]:
             raise CannotRestore(
@@ -74,8 +77,14 @@ class Replay:
         self.optimizer = _construct(kind, groups, options)
         self.set_options(options)
         self.optimizer.state.clear()
+        self._foreign: list[Json] = []
+        self._order = {tuple(owner): place for place, (owner, _) in enumerate(saved["slots"])}
         for owner, slot in saved["slots"]:
-            self.optimizer.state[parameters[owners[owner[0], owner[1]]]] = decoder.decode(slot)
+            key = owners[owner[0], owner[1]]
+            if key in foreign:
+                self._foreign.append([owner, slot])
+            else:
+                self.optimizer.state[parameters[key]] = decoder.decode(slot)
         with contextlib.suppress(KeyError):  # where it misses an entry in a slot that has none
             self.optimizer.__setstate__(
                 {"state": self.optimizer.state, "param_groups": self.optimizer.param_groups}
@@ -128,7 +137,7 @@ class Replay:
     def encode_slots(
         self, in_models: Mapping[object, str], specs: Mapping[str, TensorSpec]
     ) -> tuple[list[Json], dict[str, tuple[torch.Tensor, TensorSpec]]]:
-        """The slots as JSON, and their tensors with descriptions by key.
+        """The slots as JSON, and their tensors with descriptions by key, but for foreign ones.
 
         Args:
             in_models: the memory of models' tensors, with their keys.
@@ -146,6 +155,8 @@ class Replay:
             slots.append([list(owner), encoder.encode(slot, key, replicated=above.replicated)])
             for key, held in list(encoder.held.items())[before:]:
                 found[key] = held.tensor, _as_before(held.spec, specs.get(key), above)
+        slots += self._foreign
+        slots.sort(key=lambda slot: self._order.get(tuple(slot[0]), len(slots)))
         return slots, found
 
 

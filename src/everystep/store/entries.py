@@ -40,7 +40,7 @@ class StepEntry(Struct, frozen=True, kw_only=True):
     @property
     def diverged(self) -> bool:
         """Ranks hold different bits of what they must hold alike."""
-        return len({part.replica for part in self.parts}) > 1
+        return len({part.replica for part in self.parts} - {fmt.UNKNOWN[:16]}) > 1
 
     @property
     def whole(self) -> bool:

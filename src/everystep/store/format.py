@@ -73,6 +73,7 @@ class StoredTensor(Struct, frozen=True, kw_only=True):
 
     spec: TensorSpec
     xxh3_128: str
+    """Empty where this rank had none of its bytes: the record of a rank that stores it has it."""
 
 
 class StoredPiece(Struct, frozen=True, kw_only=True):
@@ -117,7 +118,8 @@ class RankRecord(Struct, frozen=True, kw_only=True):
     pieces: list[StoredPiece]
     """What this rank stores."""
     replica_xxh3_128: str | None
-    """Over all replicated tensors; equal on all ranks, or the replicas differ."""
+    """Over all replicated tensors, or, where a replica was written, over their fingerprints since
+    its beginning; equal on all ranks, or the replicas differ."""
     tree: Json
     """All that is not a tensor: aliases, groups, hyperparameters, extras, RNG."""
     versions: dict[str, str]
@@ -203,6 +205,10 @@ def readable(record: RankRecord) -> dict[str, Any]:
 
 
 # Names of files: the path is the index, so that listing needs no reading.
+
+
+UNKNOWN = "0" * 32
+"""A replica hash that says nothing: it agrees with any other."""
 
 
 class PartName(NamedTuple):

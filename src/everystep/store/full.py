@@ -29,6 +29,9 @@ STATE_SECTION = "state"
 REST_SECTION = "rest"
 """The data file of what is in no model and no slot: it may have another form at every step."""
 
+PIECES_SECTION = "pieces"
+"""The data file of what has changed since the image before; see `store.increments`."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -43,6 +46,8 @@ class Part:
     metrics: dict[str, Json]
     created: str
     versions: dict[str, str]
+    agreement: str | None = None
+    """What stands for the hash over all replicated tensors, where this rank has not all of them."""
 
     @property
     def name(self) -> PartName:
@@ -140,7 +145,7 @@ def lay_out_file(
     Raises:
         Damaged: its header would not be read as what it is.
     """
-    named = {_name_in_file(piece.key, section): piece for piece in pieces}
+    named = {_name_in_file(piece, specs[piece.key], section): piece for piece in pieces}
     slots = tensorfile.lay_out(
         [(name, *_form(specs[piece.key], piece)) for name, piece in named.items()]
     )
@@ -154,10 +159,12 @@ def lay_out_file(
     return FileLayout(section, header, tuple(places), nbytes)
 
 
-def _name_in_file(key: str, section: str) -> str:
-    parts = split_key(key)
+def _name_in_file(piece: Piece, spec: TensorSpec, section: str) -> str:
+    if section == PIECES_SECTION and piece.stop - piece.start != spec.elements:
+        return f"{piece.key}~[{piece.start}:{piece.stop}]"  # in a key, 0 or 1 is behind each ~
+    parts = split_key(piece.key)
     plain = section.split(".")[0] == "model" and parts[2] != "__metadata__"
-    return parts[2] if plain else key
+    return parts[2] if plain else piece.key
 
 
 def _form(spec: TensorSpec, piece: Piece) -> tuple[str, tuple[int, ...]]:
@@ -179,7 +186,8 @@ def write_part(
         part: which step of what, and all that is not a tensor.
         specs: every tensor of this rank's state.
         contents: the data files.
-        whole: hashes by key of the (replicated) tensors that are in no file as a whole.
+        whole: hashes by key of the (replicated) tensors that are in no file as a whole; those of
+            which this rank has nothing may be left out.
 
     Raises:
         StoreError: as the backend says; the step does not exist then, and what had been written of
@@ -240,7 +248,8 @@ def record_of(
             stored.append(StoredPiece(piece=piece, file=index, name=name, xxh3_128=found))
             if piece.stop - piece.start == elements[piece.key]:
                 hashes[piece.key] = found
-    tensors = [StoredTensor(spec=spec, xxh3_128=hashes[spec.key]) for spec in specs]
+    _put_in_order(stored)
+    tensors = [StoredTensor(spec=spec, xxh3_128=hashes.get(spec.key, "")) for spec in specs]
     return RankRecord(
         run=part.run,
         timeline=part.ref.timeline,
@@ -253,10 +262,19 @@ def record_of(
         files=[content.data_file(part.name.stem) for content in contents],
         tensors=tensors,
         pieces=stored,
-        replica_xxh3_128=_replica_hash(tensors),
+        replica_xxh3_128=part.agreement or _replica_hash(tensors),
         tree=part.tree,
         versions=part.versions,
     )
+
+
+def _put_in_order(stored: list[StoredPiece]) -> None:
+    """The pieces of one tensor may lie in several files; a reader wants them as they follow."""
+    first: dict[str, int] = {}
+    for position, one in enumerate(stored):
+        first.setdefault(one.piece.key, position)
+    if len(first) < len(stored):
+        stored.sort(key=lambda one: (first[one.piece.key], one.piece.start))
 
 
 def encoded(record: RankRecord, name: str) -> bytes:

@@ -259,8 +259,8 @@ class LocalBackend:
     @contextlib.contextmanager
     def lock(self, name: str, slot: int) -> Iterator[None]:
         """See `Backend.lock`. A POSIX record lock on byte `slot`: it does not pass to forked
-        children, and no other descriptor of the file may be opened in this process, so the lock
-        file stays empty and is never read."""
+        children. Whichever descriptor of the file this process closes, all its locks on it go: so
+        none is closed while another slot is held, and the file stays empty and is never read."""
         path = self._path(name)
         with _held_here(path, slot):
             with translated(path):
@@ -273,7 +273,7 @@ class LocalBackend:
                     _acquire(fd, slot, path)
                 yield
             finally:
-                os.close(fd)
+                _give_up(fd, path, slot)
 
 
 def _checked(part: str, name: str) -> str:
@@ -308,6 +308,8 @@ def _require_regular(found: os.stat_result, path: Path) -> None:
 
 _owned: dict[tuple[str, int], int] = {}
 _owned_guard = threading.Lock()
+_left_open: dict[str, list[int]] = {}
+"""Descriptors of lock files that may not be closed yet."""
 
 
 @contextlib.contextmanager
@@ -327,6 +329,20 @@ def _held_here(path: Path, slot: int) -> Iterator[None]:
     finally:
         with _owned_guard:
             _owned.pop(key, None)
+
+
+def _give_up(fd: int, path: Path, slot: int) -> None:
+    """Unlock a slot, and close what may be closed now."""
+    real = os.path.realpath(path)
+    with _owned_guard:
+        with contextlib.suppress(OSError):
+            fcntl.lockf(fd, fcntl.LOCK_UN, 1, slot)
+        mine = [key[1] for key, pid in _owned.items() if key[0] == real and pid == os.getpid()]
+        left = _left_open.setdefault(real, [])
+        left.append(fd)
+        if set(mine) <= {slot}:
+            for one in _left_open.pop(real):
+                os.close(one)
 
 
 def _acquire(fd: int, slot: int, path: Path) -> None:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from everystep.errors import Damaged, Missing, NotARun, NothingToRestore, StoreFailed
 from everystep.store import format as fmt
+from everystep.store import newest
 from everystep.store.backend import Backend, Entry
 from everystep.store.entries import LogEntry, step_entries
 from everystep.store.entries import StepEntry as StepEntry
@@ -251,8 +253,8 @@ class Run:
         return record
 
     def records(self, entry: StepEntry) -> dict[int, RankRecord]:
-        """All ranks' records of a step."""
-        return {part.rank: self.record(entry, part.rank) for part in entry.parts}
+        """All ranks' records of a step. Hashes that one of them has left to another are there."""
+        return completed({part.rank: self.record(entry, part.rank) for part in entry.parts})
 
     def part_files(self, ref: StepRef, part_stem: str) -> list[str]:
         """All files of one rank's part of a step, its record first."""
@@ -329,10 +331,31 @@ class Run:
         write_record(self.backend, fmt.session_file(number), session)
 
 
+def completed(records: Mapping[int, RankRecord]) -> dict[int, RankRecord]:
+    """All ranks' records of a step, with the hashes that one of them has left to another."""
+    known = {
+        tensor.spec.key: tensor.xxh3_128
+        for record in records.values()
+        for tensor in record.tensors
+        if tensor.spec.replicated and tensor.xxh3_128
+    }
+    return {rank: _completed(record, known) for rank, record in records.items()}
+
+
+def _completed(record: RankRecord, known: Mapping[str, str]) -> RankRecord:
+    if all(tensor.xxh3_128 for tensor in record.tensors):
+        return record
+    tensors = [
+        tensor if tensor.xxh3_128 else replace(tensor, xxh3_128=known.get(tensor.spec.key, ""))
+        for tensor in record.tensors
+    ]
+    return replace(record, tensors=tensors)
+
+
 def _is_known(name: str) -> bool:
     """Whether a file that is neither of a step nor a record belongs to the run all the same."""
     own = name in (fmt.RUN_FILE, fmt.LOCK_FILE) or parse_name(name) is not None
-    return own or is_set_aside(name)
+    return own or newest.is_ours(name) or is_set_aside(name)
 
 
 def is_set_aside(name: str) -> bool:

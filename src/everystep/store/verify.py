@@ -14,7 +14,7 @@ from everystep.store.chains import Excluded, plan_chains
 from everystep.store.format import RankRecord, RunRecord
 from everystep.store.reading import StepReader, Stretch, locate
 from everystep.store.records import read_record
-from everystep.store.run import Listing, Run, StepEntry, is_set_aside
+from everystep.store.run import Listing, Run, StepEntry, completed, is_set_aside
 from everystep.store.segments import Scanned, check_head, is_cut_off, last_step, read, scan
 from everystep.store.wellformed import torn_shards
 from everystep.types import StepRef, spoken
@@ -92,7 +92,7 @@ def verify_step(
             yield _finding(run, problem, entry.ref, rank)
     yield from _unnamed_files(run, entry, records)
     if len(records) == entry.world_size:
-        yield from _verify_whole(run, entry, records, read=whole)
+        yield from _verify_whole(run, entry, completed(records), read=whole)
     elif len(entry.parts) < entry.world_size:
         yield Finding(
             level="note", what=f"incomplete: nothing of rank {entry.missing}", step=entry.ref

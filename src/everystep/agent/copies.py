@@ -1,0 +1,221 @@
+"""The copy of another rank's state in this agent's memory: folded as its owner's replica is, and
+written in its place when its owner is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from pathlib import Path
+
+from msgspec import Struct
+
+from everystep.agent import protocol as p
+from everystep.agent import wire as w
+from everystep.agent.arena import Arena
+from everystep.agent.image import Image, SlotLayout
+from everystep.agent.link import LEAST_BYTES
+from everystep.agent.process import LOCK_SLOT
+from everystep.agent.relay import Bound, Copied
+from everystep.agent.replica import Replica
+from everystep.agent.rings import Queued
+from everystep.agent.slots import Slot, Slots, State
+from everystep.agent.writer import Writer
+from everystep.errors import EverystepError, RunBusy, StoreFailed
+from everystep.store import format as fmt
+from everystep.store.local import LocalBackend
+
+MOST_WAITING = 8
+"""So many records may wait to be folded here, and so many bytes if that is more; then their owner
+waits, or gives the copy up."""
+
+_LOOK_S = 0.1
+_WRITES_S = 600.0
+"""A copy that has not been written by then is given up."""
+
+
+class _Records:
+    """Where an owner's records lie until they are folded."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, memoryview] = {}
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether no more should come for now."""
+        if len(self._held) < MOST_WAITING:
+            return False
+        return sum(len(data) for data in self._held.values()) > LEAST_BYTES
+
+    def add(self, record: p.Record, data: memoryview) -> None:
+        """Keep one."""
+        self._held[record.number] = data
+
+    def view(self, record: p.Record) -> memoryview:
+        """The bytes of a record.
+
+        Raises:
+            StoreFailed: it is not there.
+        """
+        found = self._held.get(record.number)
+        if found is None:
+            raise StoreFailed("a record lies outside of its memory", found=str(record))
+        return found
+
+    def free(self, record: p.Record) -> None:
+        """A record is not needed any more."""
+        self._held.pop(record.number, None)
+
+
+class Copy:
+    """One rank's state, from what its owner sends; by one thread at a time, but for the properties.
+
+    Args:
+        path: of the run.
+        begin: the owner's session.
+        bound: how far all ranks' copies go.
+        wire: leads to the owner.
+    """
+
+    def __init__(self, path: Path, begin: p.Begin, bound: Bound, wire: w.Wire) -> None:
+        self._path, self.begin, self._bound, self.wire = path, begin, bound, wire
+        self._guard = threading.Condition()
+        self._records = _Records()
+        self._arena: Arena | None = None
+        self._slots: Slots[Image] | None = None
+        self._replica: Replica | None = None
+        self._opened: p.OpenLog | None = None
+        self._stop = False
+        self.is_owned = True
+        """The owner's agent is connected."""
+        self.problem: str | None = None
+        """Why there is no copy any more."""
+        self.lost_s = 0.0
+        """When the owner's agent was last heard of, on the host's monotonic clock."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a state that can be written."""
+        return self._replica is not None and self.problem is None
+
+    def _tell(self, message: Struct) -> None:
+        if isinstance(message, p.NotFolded):
+            self.problem = f"step {message.step}: {message.reason}"
+        with self._guard:
+            self._guard.notify_all()
+
+    # ------------------------------------------------------------ from its owner
+
+    def begin_from(self, base: w.Base) -> None:
+        """Take a state, whose bytes follow.
+
+        Raises:
+            EOFError, OSError: they do not.
+            StoreFailed: there is no room for them.
+            Damaged: they make no sense.
+        """
+        self._drop()
+        described = base.describe
+        layout = SlotLayout(
+            described.layout, described.specs, described.pieces, described.rest_bytes
+        )
+        if base.nbytes > layout.slot_bytes:
+            raise StoreFailed("a state is larger than it says", found=base.nbytes)
+        self._arena = Arena.made(1, layout.slot_bytes)
+        view = self._arena.slot(0)
+        self.wire.receive_into(view[: base.nbytes])
+        layout.write_headers(view)
+        image = Image(self.begin, layout, base.seal, None, view)
+        self._slots = Slots(1, "block")
+        # the owner need not have written it, and this one does not either before the owner is lost
+        self._slots.all[0] = Slot(0, State.SEALED, image, 1, failures=1)
+        backend = LocalBackend(self._path)
+        with self._guard:
+            self._replica = Replica(
+                backend, self.begin, self._records, self._guard, self._tell, lambda: None,
+                Copied(self._bound),
+            )  # fmt: skip
+            self._replica.begin_from(0, image, self._slots)
+
+    def open_log(self, opened: p.OpenLog) -> None:
+        """What the records that follow are."""
+        self._opened = opened
+
+    def add(self, message: w.Next) -> None:
+        """Take a record, whose bytes follow, once there is room for it.
+
+        Raises:
+            EOFError, OSError: they do not.
+            StoreFailed: it comes out of turn.
+        """
+        replica, opened = self._replica, self._opened
+        if replica is None or opened is None:
+            raise StoreFailed("a record came before the state")
+        with self._guard:
+            while self._records.are_too_many and self.problem is None and not self._stop:
+                if not self.wire.is_open():
+                    break
+                self._guard.wait(_LOOK_S)
+        data = memoryview(bytearray(message.nbytes))
+        self.wire.receive_into(data)
+        with self._guard:
+            self._records.add(message.record, data)
+            replica.add(Queued(message.record, opened))
+
+    # ------------------------------------------------------------ in its owner's place
+
+    def rescue(self) -> bool:
+        """Write the state at the step that all ranks' agents agree on, as the owner's agent would
+        have; returns whether there was one and nobody else does. Call it when training has
+        stopped, and once."""
+        replica, slots = self._replica, self._slots
+        if replica is None or slots is None or not self.is_there:
+            return False
+        backend = LocalBackend(self._path)
+        try:
+            with backend.lock(fmt.LOCK_FILE, LOCK_SLOT + self.begin.rank):
+                self._write(backend, replica, slots)
+        except RunBusy:  # the owner's agent is there after all, or another holder
+            return False
+        finally:
+            self._drop()
+        return True
+
+    def _write(self, backend: LocalBackend, replica: Replica, slots: Slots[Image]) -> None:
+        writer = Writer(backend, self.begin, self._guard, lambda message: None)
+        with self._guard:
+            slots.draining, writer.slots = True, slots
+            replica.drain(on=True, is_alone=True)
+            ends_s = time.monotonic() + _WRITES_S
+            while not (replica.idle and writer.idle) and not self._stop:
+                if time.monotonic() > ends_s or self.problem is not None:
+                    break
+                self._guard.wait(_LOOK_S)
+        replica.close()
+        writer.close()
+
+    def _drop(self) -> None:
+        replica, self._replica = self._replica, None
+        if replica is not None:
+            with contextlib.suppress(EverystepError):
+                replica.close()
+        self._records, self._slots, self.problem = _Records(), None, None
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
+
+    def rouse(self) -> None:
+        """There may be something to fold."""
+        with self._guard:
+            self._guard.notify_all()
+
+    def stop(self) -> None:
+        """Let whoever waits in here go on."""
+        with self._guard:
+            self._stop = True
+            self._guard.notify_all()
+
+    def close(self) -> None:
+        """Forget the state."""
+        self.stop()
+        self._drop()

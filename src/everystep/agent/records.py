@@ -1,0 +1,140 @@
+"""What becomes of the trainer's records in the agent: appended to the log, folded onto the replica,
+or both, in this order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from msgspec import Struct
+
+from everystep.agent import protocol as p
+from everystep.agent.image import Image
+from everystep.agent.logger import Logger
+from everystep.agent.peers import Peers
+from everystep.agent.replica import Replica
+from everystep.agent.rings import Queued, Rings
+from everystep.agent.slots import Slots
+from everystep.errors import EverystepError
+from everystep.store.backend import Backend
+from everystep.types import StepRef
+
+MESSAGES = (p.OpenLog, p.OpenRing, p.Record, p.Batch, p.Flush, p.Persist, p.Rebase)
+"""Those of the trainer that are for `Records`."""
+
+Worker = Logger | Replica | Peers
+"""Has threads, and may have something to do."""
+
+
+class Records:
+    """The records of one session. All methods but `close` are called with `guard` held.
+
+    Args:
+        guard: notified whenever there may be something to do.
+        tell: takes messages for the trainer.
+        wake: lets the agent look for what has become possible.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        begin: p.Begin,
+        guard: threading.Condition,
+        tell: Callable[[Struct], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self._facts = (backend, begin, guard, tell)
+        self._guard, self._logs = guard, begin.logs
+        self._rings = Rings()
+        self._logger: Logger | None = None
+        self._peers: Peers | None = None
+        self.replica: Replica | None = None
+        if begin.replica:
+            self._peers = self._meet(Path(backend.abilities.location))
+            beside = None if self._peers is None else self._peers.relay
+            self.replica = Replica(backend, begin, self._rings, guard, tell, wake, beside)
+
+    def _meet(self, path: Path) -> Peers | None:
+        """Be among the agents of other hosts, if that is wanted; without it all goes on."""
+        _, begin, guard, tell = self._facts
+        if begin.peers is None:
+            return None
+        try:
+            return Peers(path, begin, begin.peers, guard, tell)
+        except EverystepError as error:
+            told = f"there are no copies on other hosts: {error.headline()}"
+            tell(p.Notice(logging.ERROR, told))
+            return None
+
+    @property
+    def workers(self) -> list[Worker]:
+        """All that have a thread, in the order in which they may end."""
+        return [one for one in (self._logger, self.replica, self._peers) if one is not None]
+
+    def take(self, message: Struct, fd: int | None) -> None:
+        """Act on one of `MESSAGES`.
+
+        Args:
+            fd: came along; it is taken over.
+
+        Raises:
+            StoreFailed: memory cannot be mapped, or nothing was said of what a record is.
+        """
+        if isinstance(message, p.OpenRing):
+            self._rings.open(message, fd)
+            return
+        if fd is not None:
+            os.close(fd)
+        if self._logs and self._logger is None:
+            self._logger = Logger(*self._facts, self._rings, self._appended)
+        if isinstance(message, p.OpenLog):
+            self._rings.describe(message)
+        if isinstance(message, p.Record):
+            queued = self._rings.add(message)
+            if self._logger is not None:
+                self._logger.add(queued)
+            else:
+                self._appended(queued)
+        elif isinstance(message, p.Persist | p.Rebase):
+            if self.replica is not None:
+                self.replica.take(message)
+        elif self._logger is not None:
+            self._logger.take(message)
+
+    def _appended(self, queued: Queued) -> None:
+        """A record is durable, or need not be."""
+        if self.replica is not None:
+            self.replica.add(queued)
+        else:
+            self._rings.free(queued.record)
+
+    def sealed(self, index: int, image: Image, slots: Slots[Image]) -> None:
+        """The trainer has filled a slot."""
+        if self.replica is not None:
+            self.replica.begin_from(index, image, slots)
+
+    def drain(self, *, on: bool, is_alone: bool) -> None:
+        """Make all durable at once from now on, or (`on=False`) as it comes again.
+
+        Args:
+            is_alone: whether the trainer is gone.
+        """
+        if self._logger is not None:
+            self._logger.drain(on=on)
+        if self.replica is not None:
+            self.replica.drain(on=on, is_alone=is_alone)
+        if self._peers is not None:
+            self._peers.drain(on=on)
+
+    def unsaved(self) -> list[StepRef]:
+        """The steps of which something is in memory only."""
+        return [ref for one in self.workers for ref in one.unsaved()]
+
+    def close(self) -> None:
+        """End all threads once nothing is left that they can do. Call it without `guard`."""
+        for one in self.workers:
+            one.close()
+        self._rings.close()

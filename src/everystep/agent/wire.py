@@ -1,0 +1,374 @@
+"""The connection between the agents of two hosts: messages come whole and in order, from one that
+knows the session's secret.
+
+A message is 8 bytes of length (little-endian) and that many bytes of MessagePack of one of the
+structs below; one with `nbytes` is followed by that many bytes. Beyond loopback all of it is inside
+TLS 1.3. The secret itself is never sent: each end shows that it knows it by an HMAC over what the
+other has drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import ipaddress
+import secrets
+import select
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from everystep.agent import protocol as p
+from everystep.agent.certificates import client_context
+from everystep.agent.channel import MAX_MESSAGE_BYTES
+from everystep.errors import EverystepError, StoreFailed
+from everystep.store.addresses import Address
+
+GREETING_S = 5.0
+"""Whoever has not shown by then that it knows the secret is sent away."""
+
+SILENT_S = 5.0
+"""An agent of which nothing has been heard for so long is gone."""
+
+ALIVE_S = 1.0
+"""So often each end says something."""
+
+_FIRST_BYTES = 1 << 10
+"""No message is longer before both ends know each other."""
+
+_SLICE_BYTES = 256 << 10
+_NONCE_BYTES = 32
+_LENGTH = struct.Struct("<Q")
+_Nonce = Annotated[bytes, Meta(min_length=_NONCE_BYTES, max_length=_NONCE_BYTES)]
+_Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+
+Gone = (OSError, EOFError, StoreFailed)
+"""What ends a connection."""
+
+
+class Challenge(Struct, tag=True):
+    """Listener: show that you know the secret, by this number."""
+
+    nonce: _Nonce
+
+
+class Answer(Struct, tag=True):
+    """Caller: so. And so do you, by this one."""
+
+    nonce: _Nonce
+    proof: bytes
+
+
+class Welcome(Struct, tag=True):
+    """Listener: so."""
+
+    proof: bytes
+
+
+class Keep(Struct, tag=True):
+    """Owner: keep copies of my state."""
+
+    begin: p.Begin
+
+
+class Base(Struct, tag=True, kw_only=True):
+    """Owner: this is the state, `nbytes` of it; what went before is of no use any more."""
+
+    describe: p.Describe
+    seal: p.Seal
+    nbytes: _Count
+
+
+class Next(Struct, tag=True, kw_only=True):
+    """Owner: this is the record of the next step, `nbytes` of it."""
+
+    record: p.Record
+    nbytes: _Count
+
+
+class Ended(Struct, tag=True):
+    """Owner: all is durable; forget me."""
+
+
+class Kept(Struct, tag=True):
+    """Holder: I have what takes the state to this step."""
+
+    step: int
+
+
+class NotKept(Struct, tag=True):
+    """Holder: I have no copy."""
+
+    reason: str
+
+
+class Share(Struct, tag=True):
+    """Agent of a rank, to that of rank 0: my holders have what takes my state to this step."""
+
+    rank: Annotated[int, Meta(ge=0, le=99_999)]
+    step: int
+
+
+class Shared(Struct, tag=True):
+    """Agent of rank 0: and all ranks' to this one."""
+
+    step: int
+
+
+class Rescue(Struct, tag=True):
+    """Trainer: all ranks have stopped. Write the parts of those whose agents are gone."""
+
+
+class Rescued(Struct, tag=True):
+    """Holder: done. Of these ranks a copy was there, and no agent any more."""
+
+    ranks: list[int]
+
+
+class Alive(Struct, tag=True):
+    """Either: I am here."""
+
+
+Message = (
+    Challenge | Answer | Welcome | Keep | Base | Next | p.OpenLog | Ended | Kept | NotKept
+    | Share | Shared | Rescue | Rescued | Alive
+)  # fmt: skip
+
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an IP address is of this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Wire:
+    """One end of a connection; for one thread at a time."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._ends_s = time.monotonic() + GREETING_S
+        self._is_known = False
+        self.heard_s = time.monotonic()
+        """When something came the last time, on the host's monotonic clock."""
+
+    def fileno(self) -> int:
+        """The descriptor to wait for; -1 once it is closed."""
+        return self._socket.fileno()
+
+    def trust(self) -> None:
+        """The other end knows the secret: it has time from now on."""
+        self._is_known = True
+
+    def _left_s(self) -> float:
+        """How long to wait for the next bytes."""
+        if self._is_known:
+            return SILENT_S
+        left_s = self._ends_s - time.monotonic()
+        if left_s <= 0:
+            raise StoreFailed("whoever has connected has not shown that it knows the secret")
+        return left_s
+
+    def send(
+        self,
+        message: Struct,
+        payload: memoryview | None = None,
+        pace: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        """Send a message, and the bytes that follow it.
+
+        Args:
+            pace: called before so many bytes of these are sent.
+
+        Raises:
+            OSError: the other end is gone, or takes nothing.
+            StoreFailed: the message is too long.
+        """
+        content = msgspec.msgpack.encode(message)
+        if len(content) > MAX_MESSAGE_BYTES:
+            raise StoreFailed("a message is too long", found=f"{len(content):,} bytes")
+        self._socket.settimeout(self._left_s())
+        self._socket.sendall(_LENGTH.pack(len(content)) + content)
+        for start in range(0, 0 if payload is None else len(payload), _SLICE_BYTES):
+            data = (payload or memoryview(b""))[start : start + _SLICE_BYTES]
+            pace(len(data))
+            self._socket.sendall(data)
+
+    def has_come(self, wait_s: float, also: int | None = None) -> bool:
+        """Wait until there is something to receive.
+
+        Args:
+            wait_s: for how long at most.
+            also: a descriptor; wait no longer when that is readable.
+        """
+        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
+            return True
+        poll = select.poll()
+        poll.register(self.fileno(), select.POLLIN)
+        if also is not None:
+            poll.register(also, select.POLLIN)
+        return any(fd == self.fileno() for fd, _ in poll.poll(max(0.0, wait_s) * 1000))
+
+    def receive(self) -> Any:
+        """The next message.
+
+        Raises:
+            EOFError, OSError: the other end is gone, or silent.
+            StoreFailed: what came is no message.
+        """
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+        if length > (MAX_MESSAGE_BYTES if self._is_known else _FIRST_BYTES):
+            raise StoreFailed("a message is too long", found=f"{length:,} bytes")
+        content = self._exactly(length)
+        try:
+            return _decoder.decode(content)
+        except (msgspec.MsgspecError, EverystepError, RecursionError) as error:
+            raise StoreFailed(f"a message is malformed: {error}") from error
+
+    def _exactly(self, nbytes: int) -> bytearray:
+        data = bytearray()
+        while len(data) < nbytes:  # no more memory than has come
+            more = bytearray(min(nbytes - len(data), 1 << 20))
+            self.receive_into(memoryview(more))
+            data += more
+        return data
+
+    def receive_into(self, view: memoryview) -> None:
+        """The bytes that follow a message.
+
+        Raises:
+            EOFError, OSError: the other end is gone, or silent.
+        """
+        while view:
+            self._socket.settimeout(self._left_s())
+            count = self._socket.recv_into(view[: 1 << 20])
+            if count == 0:
+                raise EOFError("the other end is gone")
+            self.heard_s = time.monotonic()
+            view = view[count:]
+
+    def close(self) -> None:
+        """Close the connection."""
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+    def is_open(self) -> bool:
+        """Whether the other end has not ended the connection, as far as is known here."""
+        poll = select.poll()
+        poll.register(self.fileno(), select.POLLRDHUP)
+        return not poll.poll(0)
+
+    def interrupt(self) -> None:
+        """Let whatever thread waits here find that the other end is gone."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+# ---------------------------------------------------------------- making one
+
+
+def connected(address: Address, token: bytes) -> Wire:
+    """A connection to an agent, both ends of which know the secret.
+
+    Raises:
+        OSError, EOFError: it cannot be reached.
+        StoreFailed: it is not the one that has published the address, or not to be spoken to: it
+            is beyond loopback and has no certificate.
+    """
+    require_safe(address.host, has_tls=address.certificate is not None)
+    connection = socket.create_connection((address.host, address.port), timeout=GREETING_S)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if address.certificate is not None:
+            connection = _pinned(connection, address)
+        wire = Wire(connection)
+        challenge = _expect(wire, Challenge)
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        wire.send(Answer(nonce, _proof(token, b"caller", challenge.nonce, nonce)))
+        welcome = _expect(wire, Welcome)
+        expected = _proof(token, b"listener", challenge.nonce, nonce)
+        if not hmac.compare_digest(welcome.proof, expected):
+            raise StoreFailed("the agent does not know the session's secret", path=_place(address))
+        wire.trust()
+    except BaseException:
+        connection.close()
+        raise
+    return wire
+
+
+def _pinned(connection: socket.socket, address: Address) -> socket.socket:
+    secure = client_context().wrap_socket(connection)
+    found = hashlib.sha256(secure.getpeercert(binary_form=True) or b"").hexdigest()
+    if found != address.certificate:
+        secure.close()
+        raise StoreFailed(
+            "the agent has another certificate than it has published",
+            path=_place(address),
+            expected=address.certificate,
+            found=found,
+        )
+    return secure
+
+
+def welcomed(connection: socket.socket, context: ssl.SSLContext | None, token: bytes) -> Wire:
+    """The same from the other end: whoever has connected knows the secret.
+
+    Raises:
+        OSError, EOFError, StoreFailed: it does not, or says nothing for too long.
+    """
+    connection.settimeout(GREETING_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if context is not None:
+        connection = context.wrap_socket(connection, server_side=True)
+    wire = Wire(connection)
+    try:
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        wire.send(Challenge(nonce))
+        answer = _expect(wire, Answer)
+        if not hmac.compare_digest(answer.proof, _proof(token, b"caller", nonce, answer.nonce)):
+            raise StoreFailed("whoever has connected does not know the secret")
+        wire.send(Welcome(_proof(token, b"listener", nonce, answer.nonce)))
+        wire.trust()
+    except BaseException:
+        wire.close()
+        raise
+    return wire
+
+
+def require_safe(host: str, *, has_tls: bool) -> None:
+    """Refuse to send a state over a network as it is.
+
+    Raises:
+        StoreFailed: the address is beyond loopback, and there is no TLS.
+    """
+    if not has_tls and not is_loopback(host):
+        raise StoreFailed(
+            "an agent beyond loopback is spoken to through TLS only, and this one has none",
+            path=host,
+            hint="pip install everystep[peers] on every host",
+        )
+
+
+def _expect(wire: Wire, kind: type[Any]) -> Any:
+    message = wire.receive()
+    if not isinstance(message, kind):
+        raise StoreFailed("a message came out of turn", found=type(message).__name__)
+    return message
+
+
+def _proof(token: bytes, whose: bytes, listeners: bytes, callers: bytes) -> bytes:
+    return hmac.digest(token, whose + listeners + callers, "sha256")
+
+
+def _place(address: Address) -> str:
+    return f"{address.host}:{address.port}"

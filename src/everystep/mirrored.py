@@ -1,0 +1,166 @@
+"""Steps folded by the agent as they come, and written now and then: the strategy `Replica`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from everystep.agent import protocol as p
+from everystep.agent.client import Agent
+from everystep.agent.handover import Lost
+from everystep.agent.hosts import plan
+from everystep.blocking import Facts
+from everystep.engine.meter import Cost
+from everystep.outcomes import Outcomes
+from everystep.pace import Persisting
+from everystep.recorded import Recorded
+from everystep.recovery.classes import names_of, unfit
+from everystep.staged import Recording
+from everystep.state.capture import Objects
+from everystep.state.ranks import Ranks
+from everystep.state.shards import is_dtensor
+from everystep.stats import StepLog
+from everystep.store.newest import Newest
+from everystep.store.retention import Retention
+from everystep.store.run import StepEntry
+from everystep.strategies import Full, Replica
+from everystep.types import Json, StepRef
+
+_log = logging.getLogger("everystep")
+
+
+class Mirrored(Recorded):
+    """A session whose agent holds a second copy of the state, and does each step again."""
+
+    strategy = "Replica"
+
+    def __init__(
+        self,
+        facts: Facts,
+        objects: Objects,
+        ranks: Ranks,
+        agent: Agent,
+        options: Replica,
+        retention: Retention,
+        known: Sequence[StepEntry],
+        pinned: Sequence[StepRef],
+        done: int,
+        log: StepLog,
+        outcomes: Outcomes,
+    ) -> None:
+        self._options = options
+        self._lost: str | None = None
+        """Why the agent has no replica now."""
+        self._unfoldable: str | None = None
+        """Why it will not have one again."""
+        self._base: Cost | None = None
+        self._newest = 0
+        self._noticed: str | None = None
+        """The same, once a step is taken whole for it."""
+        self._pace = Persisting(options.persist_every, options.mtbf_s, alike=ranks.world_size > 1)
+        kinds = {type(optimizer) for optimizer in objects.optimizers.values()}
+        if any(is_dtensor(p) for model in objects.models.values() for p in model.parameters()):
+            # what little is not sharded is not worth being shared out
+            facts = facts._replace(share_replicas=False)
+        facts = facts._replace(whole_parameters=True)
+        super().__init__(
+            facts, objects, ranks, agent, options, options.full(), retention, known, pinned, done,
+            log, outcomes,
+            recording=Recording(
+                options.buffer_bytes, options.log, True, names_of(kinds), _paths(),
+                plan(Path(facts.run.backend.abilities.location), facts.number, ranks,
+                     options.peers),
+            ),
+        )  # fmt: skip
+        reason = unfit(kinds) or _elsewhere(objects)
+        if reason is not None:
+            self._fall_back(reason)
+        else:  # the copy begins with a full checkpoint of this process
+            self._record(objects, options, None, self._hand_over, plain=not options.log)
+        agent.log.persist_every(self._pace.every)
+
+    def _note(self, message: Struct) -> None:
+        """Take a message, in a thread of the agent's client."""
+        if isinstance(message, Lost):
+            self._lost = "the agent has died, and its copy with it"
+        elif isinstance(message, p.NotFolded):
+            self._unfoldable = f"step {message.step}: {message.reason}"
+        elif isinstance(message, p.Folded):
+            self._pace.folds.append(message.took_s)
+        else:
+            if isinstance(message, p.Stored):
+                self._pace.writes.append(message.took_s)
+            super()._note(message)
+
+    def _hand_over(self, step: int, nbytes: int) -> None:
+        self._gaps = 0
+
+    def step(self, ref: StepRef, metrics: dict[str, Json]) -> None:
+        """End a step; see `Checkpointer.step`."""
+        cost, self._newest = self._engine.cost, ref.step
+        super().step(ref, metrics)
+        self._pace.steps.append(cost)
+        self._agent.log.persist_every(self._pace.choose())
+        if self._noticed is not None and self._recorder is not None:
+            self._fall_back(self._noticed)
+
+    def _broken(self) -> str | None:
+        lost, self._lost, self._noticed = self._lost, None, self._unfoldable
+        if self._base is not None and self._base.error is not None:
+            lost = lost or f"the full that the copy begins with is lost: {self._base.error}"
+        return lost or self._noticed
+
+    def _begin_chain(self, step: int, cost: Cost) -> None:
+        self._base = cost
+        self._agent.log.rebase()
+
+    def close(self) -> None:
+        """Stage what is under way, and hand over the last deltas. The agent goes on."""
+        recorded = self._recorder is not None
+        super().close()
+        if recorded:
+            self._agent.settle()
+            self._say_what_is_lost()
+        ranks, run = self._ranks, self._facts.run
+        if self.successor is not None and ranks.world_size > 1:
+            newest = Newest(run.backend, self._facts.number, ranks.rank, ranks.world_size)
+            newest.stand_back()  # the other ranks' agents must not wait for word from this one's
+
+    def flush(self) -> None:
+        """Make the newest step durable, if the store takes it."""
+        super().flush()
+        if self._recorder is not None:
+            self._say_what_is_lost()
+
+    def _say_what_is_lost(self) -> None:
+        """No step comes that could be taken whole."""
+        why, entry = self._lost or self._unfoldable, self._log.get(self._newest)
+        if why is not None and entry is not None and not entry.durable:
+            _log.error("the newest steps are not stored: %s", why)
+
+    def _fall_back(self, why: str) -> None:
+        super()._fall_back(why)
+        full = self._options.full()
+        self.successor = Full(snapshot_bytes=full.snapshot_bytes, linger_s=full.linger_s)
+
+
+def _elsewhere(objects: Objects) -> str | None:
+    """Why the agent would not come to the same bits."""
+    for model in objects.models.values():
+        for parameter in model.parameters():
+            if parameter.device.type != "cpu":
+                kind = parameter.device.type
+                return (
+                    f"kernels on {kind} give other bits than the host's, where steps are done again"
+                )
+    return None
+
+
+def _paths() -> list[str]:
+    """Where this process finds modules."""
+    return [os.path.abspath(path) for path in sys.path]

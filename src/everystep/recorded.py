@@ -1,0 +1,167 @@
+"""Steps written down as deltas, and in full where that cannot be: what `Logged` and `Mirrored` have
+in common."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from everystep.agent.client import Agent
+from everystep.blocking import Facts
+from everystep.engine.meter import Cost
+from everystep.engine.recorder import BEHIND, Recorder
+from everystep.errors import Unsupported
+from everystep.outcomes import Outcomes
+from everystep.saving import versions
+from everystep.staged import Recording, Staged
+from everystep.state.capture import Objects
+from everystep.state.ranks import Ranks
+from everystep.stats import StepLog
+from everystep.store.retention import Retention
+from everystep.store.run import StepEntry
+from everystep.strategies import Deltas, Full, Replica
+from everystep.types import Json, StepRef
+
+_log = logging.getLogger("everystep")
+
+_MOST_GAPS = 3
+"""So many steps in a row that cannot be written as deltas, and `Full` takes over."""
+
+
+_SLICES = 16
+_SMALL_BYTES = 2 << 20
+"""Parameters of at most so many bytes are hashed whole, with their slots, at every step: at some
+5 GB/s that takes a millisecond or two, beside training."""
+
+
+class Recorded(Staged):
+    """A session whose recorder writes down each step, and whose engine takes some of them whole."""
+
+    def __init__(
+        self,
+        facts: Facts,
+        objects: Objects,
+        ranks: Ranks,
+        agent: Agent,
+        options: Deltas | Replica,
+        full: Full,
+        retention: Retention,
+        known: Sequence[StepEntry],
+        pinned: Sequence[StepRef],
+        done: int,
+        log: StepLog,
+        outcomes: Outcomes,
+        *,
+        recording: Recording,
+    ) -> None:
+        self._recorder: Recorder | None = None
+        self._policy = options.policy
+        self._gaps = 0
+        self._chain_begun = False
+        super().__init__(
+            facts, objects, ranks, agent, full, retention, known, pinned, done, log, outcomes,
+            recording=recording,
+        )  # fmt: skip
+
+    def _record(
+        self,
+        objects: Objects,
+        options: Deltas | Replica,
+        chained: int | None,
+        told: Callable[[int, int], None],
+        *,
+        plain: bool = False,
+    ) -> None:
+        """Begin to record; see `Recorder`."""
+        self._chain_begun = chained is not None
+        try:
+            self._recorder = Recorder(
+                objects,
+                self._ranks,
+                self._agent.log,
+                policy=options.policy,
+                share_replicas=self._facts.share_replicas,
+                chained=chained,
+                slices=options.slices or _slices(objects),
+                versions=versions(),
+                told=told,
+                shares=self._shares,
+                plain=plain,
+            )
+        except Unsupported as error:
+            self._fall_back(error.headline())
+
+    def hear(self) -> None:
+        """Act on what the agent has told, in the training thread; see `Staged.hear`."""
+        super().hear()
+        if self._recorder is not None:
+            self._recorder.share_replicas = self._engine.share_replicas
+
+    # ------------------------------------------------------------ steps
+
+    def step(self, ref: StepRef, metrics: dict[str, Json]) -> None:
+        """End a step; see `Checkpointer.step`."""
+        cost = self._engine.cost
+        if self._recorder is not None:
+            problem = self._recorder.step(ref.step, metrics, cost) or self._broken()
+            if problem is not None:
+                self._gap(ref, problem, cost)
+        super().step(ref, metrics)
+        if self._recorder is not None and cost.due and cost.error is None:
+            self._recorder.full_stored(ref.step)
+
+    def _broken(self) -> str | None:
+        """Why a delta would be of no use, although it was written down."""
+        return None
+
+    def _gap(self, ref: StepRef, problem: str, cost: Cost) -> None:
+        """A step that cannot be written as a delta is stored in full."""
+        self._engine.owe(wait=self._policy == "block")
+        self._begin_chain(ref.step, cost)
+        begins, self._chain_begun = not self._chain_begun, True
+        if begins:
+            return
+        if BEHIND not in problem:
+            self._gaps += 1
+        _log.warning("step %s is stored in full, not as a delta: %s", ref, problem)
+        if self._gaps >= _MOST_GAPS:
+            self._fall_back(problem)
+
+    def _begin_chain(self, step: int, cost: Cost) -> None:
+        """Deltas go on from the state after this step, which is stored in full."""
+
+    def _fall_back(self, why: str) -> None:
+        """Go on as `Full` does."""
+        name = type(self).strategy
+        _log.error(
+            "%s cannot record this run (%s): every step is stored in full instead", name, why
+        )
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.close()
+
+    strategy = "Deltas"
+    """In messages."""
+
+    def flush(self) -> None:
+        """Make the newest step durable, if the store takes it."""
+        if self._recorder is not None:
+            self._recorder.settle()
+        super().flush()
+
+    def close(self) -> None:
+        """Stage what is under way, and hand over the last deltas. The agent goes on."""
+        recorder, self._recorder = self._recorder, None
+        try:
+            lost = None if recorder is None else recorder.close()
+            if lost is not None:
+                _log.error("%s", lost)
+        finally:
+            super().close()
+
+
+def _slices(objects: Objects) -> int:
+    """As many as keep the hashing of each step short."""
+    groups = [g for optimizer in objects.optimizers.values() for g in optimizer.param_groups]
+    nbytes = sum(parameter.nbytes for group in groups for parameter in group["params"])
+    return 1 if nbytes <= _SMALL_BYTES else _SLICES
