@@ -165,7 +165,7 @@ class Logged(Recorded):
         super()._fall_back(why)
         if self._checks is not None:
             self._checks.close()
-        self._engine.set_every("auto")
+        self._engine.set_every(1)
 
     # ------------------------------------------------------------ how often
 

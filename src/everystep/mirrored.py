@@ -146,7 +146,7 @@ class Mirrored(Recorded):
     def _fall_back(self, why: str) -> None:
         super()._fall_back(why)
         full = self._options.full()
-        self.successor = Full(snapshot_bytes=full.snapshot_bytes, linger_s=full.linger_s)
+        self.successor = Full(every=1, snapshot_bytes=full.snapshot_bytes, linger_s=full.linger_s)
 
 
 def _elsewhere(objects: Objects) -> str | None:

@@ -131,7 +131,7 @@ class Recorded(Staged):
         """Deltas go on from the state after this step, which is stored in full."""
 
     def _fall_back(self, why: str) -> None:
-        """Go on as `Full` does."""
+        """Go on as `Full(every=1)` does."""
         name = type(self).strategy
         _log.error(
             "%s cannot record this run (%s): every step is stored in full instead", name, why
