@@ -118,6 +118,7 @@ class Link:
     def give_up(self, why: str) -> None:
         """It begins anew, after a while."""
         self._drop()
+        self.is_there = False  # what it was given now would go with the connection
         self._waits_s = min(MOST_RETRY_S, max(1.0, 2 * self._waits_s))
         self._say(f"rank {self.rank} holds no copy of rank {self._begin.rank} for now: {why}")
         if self._wire is not None:
