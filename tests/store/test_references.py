@@ -38,7 +38,6 @@ from everystep.store.references import (
     reachable,
     references,
     references_of,
-    referred_steps,
     referrers_first,
 )
 from everystep.store.retention import Retention, Upkeep
@@ -443,7 +442,7 @@ def stored(
 ) -> None:  # fmt: skip
     """What a rank does at a step."""
     record = write_own(run, ref, rank, world_size, session, earlier)
-    upkeep.after_step(ref, session, referred_steps(record))
+    upkeep.after_step(ref, session, {step for step, _ in references(record)})
     upkeep.finish_removal()
 
 
@@ -724,7 +723,7 @@ class History:
         if choice == 0:
             return last
         record = self.store(ref, rank, start.world_size, session, last if choice > 1 else None)
-        refers = referred_steps(record)
+        refers = {step for step, _ in references(record)}
         self.referring += len(refers)
         upkeep.after_step(ref, session, refers)
         upkeep.finish_removal()

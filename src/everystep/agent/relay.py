@@ -7,6 +7,7 @@ these steps. A rank of which there is no copy (yet) holds back nobody.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -165,11 +166,11 @@ class Relay:
     ) -> None:
         self._guard, self._changed = guard, changed
         self._links = [
-            Link(rank, begin, lambda rank=rank: connect(rank), pace, guard, tell)  # type: ignore[misc]
+            Link(rank, begin, functools.partial(connect, rank), pace, guard, tell)
             for rank in holders
         ]
         self.bound = Bound(
-            begin.rank, begin.world_size, lambda: connect(0), self._kept, self._notify
+            begin.rank, begin.world_size, functools.partial(connect, 0), self._kept, self._notify
         )
 
     def _notify(self) -> None:

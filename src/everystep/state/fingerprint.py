@@ -101,17 +101,3 @@ def digest(tensor: torch.Tensor, start: int, stop: int) -> int:
     for chunk in raw.host_chunks(tensor, start, stop):
         state.update(chunk)
     return state.intdigest()
-
-
-def first_difference(
-    one: npt.NDArray[np.uint64], other: npt.NDArray[np.uint64], due: Turns
-) -> int | None:
-    """The position of the first tensor of which two fingerprints of one step differ.
-
-    Returns:
-        None: they are equal; -1: they are not of the same tensors.
-    """
-    if not len(one) == len(other) == len(due.position):
-        return -1
-    differing = np.flatnonzero(one != other)
-    return int(due.position[differing[0]]) if len(differing) else None

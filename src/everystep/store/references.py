@@ -33,11 +33,6 @@ def references(record: RankRecord) -> frozenset[Place]:
     return frozenset((file.step, file.name) for file in record.files if file.step is not None)
 
 
-def referred_steps(record: RankRecord) -> frozenset[StepRef]:
-    """The earlier steps to whose files a record refers. Pure."""
-    return frozenset(step for step, _ in references(record))
-
-
 def read_references(run: Run, entry: StepEntry, rank: int) -> frozenset[Place]:
     """What one rank's record of a step refers to; nothing where it is damaged, or is not there.
 
