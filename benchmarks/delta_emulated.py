@@ -63,6 +63,7 @@ def _ours(setting: Setting, prepared: Prepared, wait_s: float, steps: int, batch
     made: list[Everystep] = []
 
     def make() -> Subject:
+        # what an accelerator does is not done again on the host
         strategy = everystep.Deltas(full_every=NO_MORE_FULLS, batch=batch)
         made.append(Everystep(run, prepared.model, prepared.optimizer, strategy, idle_s=2.0))
         return made[0]

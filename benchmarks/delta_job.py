@@ -1,8 +1,11 @@
 """A real small job: two ranks that train with top-k, with a delta of every step and in other ways.
 
-Each round has a loop without checkpoints, one with ours, and one of another way, in an order that
-changes, so that all see the same machine. The virtual machine that this may run on loses CPU time
-to its host when it writes: the share that was stolen stands beside each.
+Training goes on in short slices, every other one of them without checkpoints. A slice with a way
+of taking them is compared with the mean of its two neighbours without, so that a machine that
+becomes slower or faster meanwhile is slower or faster for both; of all such ratios the median
+counts. All ways have slices of the same length, which begin in the same way. The virtual machine
+that this may run on loses CPU time to its host when it writes: the share that was stolen stands
+beside each.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -24,7 +28,7 @@ from benchmarks.delta_sets import DENSITY
 from benchmarks.figures import Figure, median_of
 from benchmarks.loop import Everystep, Nothing, Subject
 from benchmarks.peers import DcpAsyncSave, TorchSave
-from benchmarks.small_job import NONE, RANKS, Job, Loops, kept, measure_loop, run_ranks
+from benchmarks.small_job import NONE, RANKS, Job, Loops, measure_loop, run_ranks
 from everystep.deltas.hooks import CompressionHook
 
 BATCH = 4
@@ -36,7 +40,10 @@ OTHERS = {
     "full": "torch.save of the full state, rank 0",
     "dcp": "DCP async_save of the full state, rank 0",
 }
-"""Other ways, each at every step; they take turns."""
+"""Other ways, each at every step."""
+
+TURNS = (OURS, "pairs", "full", "dcp", OURS, "pairs", OURS, "pairs")
+"""The order of slices, again and again. More go to those that differ least from none."""
 
 
 class Pairs:
@@ -102,6 +109,7 @@ class Rank:
     def _subject(self, name: str, place: Path, rank_place: Path) -> Subject:
         model, optimizer = self._job.model, self._job.optimizer
         if name == OURS:
+            # no full is due, so that a copy of the state in the agent would be for nothing
             strategy = everystep.Deltas(full_every=10_000, batch=1)
             extras = {"compressor": self._hook}
             return Everystep(place, model, optimizer, strategy, idle_s=2.0, extras=extras)
@@ -113,17 +121,21 @@ class Rank:
         return kind(place, model, optimizer)
 
 
-def work(directory: Path, rank: int, rounds: int, steps: int) -> None:
-    """All of one rank; what was found is written to a file."""
+def work(directory: Path, rank: int, slices: int, steps: int) -> None:
+    """All of one rank; what was found is written to a file.
+
+    Args:
+        slices: so many with a way of taking checkpoints.
+        steps: in each.
+    """
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
     rendezvous = f"file://{directory / 'rendezvous'}"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
     one = Rank(directory, rank, steps)
-    for number in range(rounds):
-        other = list(OTHERS)[number % len(OTHERS)]
-        order = [NONE, OURS, other]
-        for name in order if number % 2 == 0 else reversed(order):
-            one.loop(name, number)
+    one.loop(NONE, 0)
+    for number, name in enumerate(islice(cycle(TURNS), slices)):
+        one.loop(name, 2 * number + 1)
+        one.loop(NONE, 2 * number + 2)
     found = {
         "loops": {name: asdict(loops) for name, loops in one.loops.items()},
         "durable": one.durable,
@@ -136,8 +148,8 @@ def work(directory: Path, rank: int, rounds: int, steps: int) -> None:
 
 def measure_job(setting: Setting) -> list[Figure]:
     """Start the ranks, wait, and put together what they found."""
-    rounds, steps = (len(OTHERS), 5) if setting.quick else (2 * len(OTHERS), 10)
-    found = run_ranks("benchmarks.delta_job", setting.directory / "job", rounds, steps)
+    slices, steps = (4, 3) if setting.quick else (2 * len(TURNS), 8)
+    found = run_ranks("benchmarks.delta_job", setting.directory / "job", slices, steps)
     return _figures(found, steps)
 
 
@@ -151,10 +163,11 @@ def _figures(found: list[dict[str, object]], steps: int) -> list[Figure]:
     ]
     for name, told in {OURS: OURS, **OTHERS}.items():
         loops = first[name]
-        ratios = kept(first, name)
         reach = 0.97 if name == OURS else None
+        pairs = zip(loops.rounds, loops.walls, strict=True)
+        ratios = [_beside(bare.walls, number) / wall for number, wall in pairs]
         used = [
-            sum(rank[name].cpu[i] - rank[NONE].cpu[number] for rank in each) / steps
+            sum(one[name].cpu[i] - _beside(one[NONE].cpu, number) for one in each) / steps
             for i, number in enumerate(loops.rounds)
         ]
         figures += [
@@ -169,6 +182,16 @@ def _figures(found: list[dict[str, object]], steps: int) -> list[Figure]:
         median_of(f"{head}{OURS}: durable steps", durable, "share", reach=1.0, at_least=True),
         median_of(f"{head}{OURS}: stall by its own count", stalls, "ms"),
     ]
+
+
+def _beside(bare: Sequence[float], number: int) -> float:
+    """The mean of the two slices without checkpoints around a slice.
+
+    Args:
+        bare: of those with even numbers, from 0 on.
+        number: an odd one.
+    """
+    return (bare[number // 2] + bare[number // 2 + 1]) / 2
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from everystep.types import Json
 
 DELTAS = 100
 ONE_BY_ONE = 20
-"""So many of them are done one after another, which takes long; with `--quick` all."""
+"""So many of them are done one after another, which takes long."""
 
 MOST_BYTES = 12e9
 DEADLINE_S = 60.0
@@ -103,7 +103,7 @@ def measure_recovery(setting: Setting) -> list[Figure]:
     settle(setting.settle_s)
     record(place, setting.quick, DELTAS)
     gc.collect()
-    took = _measure(place, DELTAS if setting.quick else ONE_BY_ONE)
+    took = _measure(place, ONE_BY_ONE)
     shutil.rmtree(place)
     if not setting.quick:
         SHARED.replay_s = (took.chain_cold - took.full_cold) / DELTAS

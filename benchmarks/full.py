@@ -58,7 +58,7 @@ def measure_durable(setting: Setting) -> list[Figure]:
     model, optimizer = make_state(setting.quick)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    data = page_aligned(bytes_of(tensors_of(model, optimizer)))
+    data = page_aligned(bytes_of(tensors_of(model, optimizer)), large=True)
     figures = []
     for overwrite in (True, False):
         what = "over an old file" if overwrite else "new file"

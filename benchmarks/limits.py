@@ -62,9 +62,9 @@ class Limits:
 
 
 def measure_limits(setting: Setting, tensors: list[torch.Tensor]) -> Limits:
-    """One thread each, on touched pages; writes are fsynced."""
+    """One thread each, on touched pages; writes are fsynced, and of large pages."""
     nbytes = bytes_of(tensors)
-    data, target = page_aligned(nbytes), page_aligned(nbytes)
+    data = page_aligned(nbytes, large=True)
     runs = setting.runs
     new, old = setting.directory / "new.bin", setting.directory / "old.bin"
     plain_write(old, data, direct=True)
@@ -76,6 +76,7 @@ def measure_limits(setting: Setting, tensors: list[torch.Tensor]) -> Limits:
         writes_over.append(plain_write(old, data, direct=True, overwrite=True))
     new.unlink()
     remove(old, setting.settle_s)
+    data, target = page_aligned(nbytes), page_aligned(nbytes)
     return Limits(
         nbytes=nbytes,
         copies=_warm(runs, lambda: copy_whole(data, target)),

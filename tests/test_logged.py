@@ -109,7 +109,9 @@ def _session(strategy: everystep.Deltas, world_size: int = 1, rank: int = 0) -> 
     session._ranks = SimpleNamespace(world_size=world_size, rank=rank)
     session.obeyed = []
     session._engine = SimpleNamespace(set_every=session.obeyed.append, share_replicas=False)
-    session._agent = SimpleNamespace(log=SimpleNamespace(set_batch=session.obeyed.append))
+    log = SimpleNamespace(set_batch=session.obeyed.append, persist_every=session.obeyed.append)
+    session._agent = SimpleNamespace(log=log)
+    session._compacts = False
     return session
 
 

@@ -33,6 +33,8 @@ class Facts(NamedTuple):
     whole_parameters: bool = False
     """Of what ranks share out, a parameter and its slots go to one rank: some rank may have a
     replica."""
+    unmoved: bool = True
+    """The state is still the one that the session begins from."""
 
 
 class Blocking:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from everystep.agent.client import Agent
 from everystep.agent.hosts import rescue
 from everystep.agent.memory import Overlay
-from everystep.blocking import Blocking, Facts
+from everystep.blocking import Facts
 from everystep.engine.device import copy_memory
 from everystep.errors import (
     EverystepError,
@@ -29,15 +29,13 @@ from everystep.errors import (
     StoreError,
     UsageError,
 )
-from everystep.logged import Logged
-from everystep.mirrored import Mirrored
 from everystep.outcomes import Outcomes
 from everystep.recovery.agree import on_first_rank, raise_together
 from everystep.recovery.plan import plan_restore
 from everystep.recovery.restore import Restored, require_fresh, restore
 from everystep.saving import encoded_metrics, versions
+from everystep.sessions import Session, Sessions
 from everystep.signals import SaveOnSignal, SignalHold
-from everystep.staged import Staged
 from everystep.state.capture import Objects, capture
 from everystep.state.ranks import Ranks
 from everystep.stats import StepLog
@@ -45,8 +43,8 @@ from everystep.store import format as fmt
 from everystep.store.chains import plan_chains
 from everystep.store.local import LocalBackend
 from everystep.store.records import require_run_or_empty
-from everystep.store.retention import Retention, Upkeep
-from everystep.store.run import Run, StepEntry
+from everystep.store.retention import Retention
+from everystep.store.run import Run
 from everystep.strategies import Deltas, Full, Replica
 from everystep.types import Json, StepRef, StepStats
 
@@ -69,7 +67,8 @@ class Checkpointer:
             `load_state_dict` (schedules, scalers, loaders, averages), dicts of plain values,
             `random.Random`, `numpy.random.Generator`, `torch.Generator`. The global generators of
             Python, NumPy and torch are always included.
-        strategy: how checkpoints are taken; `auto` is `Full()`.
+        strategy: how checkpoints are taken; `auto` begins as `Full()`, and changes to what wastes
+            the least time by what this run measures.
         retention: which checkpoints to keep; by default the newest three.
         on_error: what to do when a step cannot be stored. `report` logs an error, notes it in
             `stats`, lets training go on, and tries again at the next step; `raise` raises.
@@ -96,17 +95,14 @@ class Checkpointer:
         on_signal: SaveOnSignal | None = None,
     ) -> None:
         self._outcomes = Outcomes(on_error, max_failed_steps)
-        self._options = Full() if strategy == "auto" else strategy
-        if not isinstance(self._options, Full | Deltas | Replica):
-            hint = "everystep.Full(…), everystep.Deltas(…), everystep.Replica(…) or 'auto'"
-            raise UsageError(f"strategy={strategy!r}: not a strategy", hint=hint)
-        self._blocking = isinstance(self._options, Full) and self._options.blocking
         self._objects = Objects.of(model, optimizer, extras)
-        self._retention = retention
         self._log = StepLog()
         self._ranks = Ranks.here()
+        self._sessions = Sessions(
+            strategy, self._objects, self._ranks, retention, self._log, self._outcomes
+        )
         self._agent: Agent | None = None
-        self._session: _Session | None = None
+        self._session: Session | None = None
         self._done = 0
         self._closed = False
         self._share_replicas = True
@@ -210,7 +206,7 @@ class Checkpointer:
         agent, rank = self._agent, self._ranks.rank
         error: EverystepError | None = None
         try:
-            if agent is None and self._blocking:
+            if agent is None and self._sessions.blocking:
                 agent = Agent.left_behind(self._path.absolute(), run.id, rank)
             elif agent is None:
                 agent = Agent(self._path.absolute(), run.id, rank)
@@ -227,7 +223,7 @@ class Checkpointer:
         """The store, with what agents on this host hold in memory before it."""
         return Overlay(self._backend, run.id, range(self._ranks.world_size))
 
-    def _begin(self, run: Run, restored: Restored) -> _Session:
+    def _begin(self, run: Run, restored: Restored) -> Session:
         """Begin a session: a writer of steps after the restored one, and of no other."""
         chain, size = restored.chain, self._ranks.world_size
         ref = None if chain is None else chain.ref
@@ -248,39 +244,14 @@ class Checkpointer:
         timeline = restored.timeline.name
         known = [e for e in listing.steps if e.ref.timeline == timeline and e.session < number]
         facts = Facts(run, number, timeline, run.identity(number), self._share_replicas)
-        self._facts, self._pinned = facts, sorted(pinned)
         self._done = 0 if ref is None else ref.step
         self._log.forget_progress()
-        self._session = self._writer(facts, known, self._options)
+        agent = self._agent
+        if agent is not None and self._sessions.blocking:  # it has finished what was left
+            self._agent = None
+            agent.close()
+        self._session = self._sessions.begin(facts, self._agent, known, sorted(pinned), self._done)
         return self._session
-
-    def _follow(self, session: _Session, options: Full) -> _Session:
-        """Go on with another strategy: what the one before has in hand becomes durable first."""
-        session.flush()
-        self._end_session()
-        facts = self._facts._replace(whole_parameters=isinstance(session, Mirrored))
-        steps = facts.run.listing().steps
-        known = [entry for entry in steps if entry.ref.timeline == facts.timeline]
-        self._session = self._writer(facts, known, options)
-        return self._session
-
-    def _writer(
-        self, facts: Facts, known: Sequence[StepEntry], options: Full | Deltas | Replica
-    ) -> _Session:
-        agent, objects, ranks = self._agent, self._objects, self._ranks
-        log, outcomes = self._log, self._outcomes
-        if self._blocking or agent is None:
-            if agent is not None:
-                self._agent = None
-                agent.close()
-            upkeep = Upkeep(facts.run, self._retention, ranks.rank, known, self._pinned)
-            return Blocking(facts, objects, ranks, upkeep, self._done, log, outcomes)
-        beside = (self._retention, known, self._pinned, self._done, log, outcomes)
-        if isinstance(options, Deltas):
-            return Logged(facts, objects, ranks, agent, options, *beside)
-        if isinstance(options, Replica):
-            return Mirrored(facts, objects, ranks, agent, options, *beside)
-        return Staged(facts, objects, ranks, agent, options, *beside)
 
     def step(self, **metrics: float | int | str | bool | torch.Tensor) -> None:
         """End a training step: its state is to be stored.
@@ -302,8 +273,7 @@ class Checkpointer:
             TooManyFailedSteps: `max_failed_steps` was reached.
         """
         session = self._session or self._begin_without_restore()
-        if isinstance(session, Staged) and session.successor is not None:
-            session = self._follow(session, session.successor)
+        session = self._session = self._sessions.next(session, self._done)
         recorded = encoded_metrics(metrics)
         self._done += 1
         ref = StepRef(session.timeline, self._done)
@@ -315,7 +285,7 @@ class Checkpointer:
             if self._signal is not None:
                 self._signal.step_ended()
 
-    def _begin_without_restore(self) -> _Session:
+    def _begin_without_restore(self) -> Session:
         if self._ranks.world_size > 1:  # step() alone must not wait for other ranks
             raise NotRestored(
                 "ranks have not agreed on where to begin",
@@ -349,6 +319,12 @@ class Checkpointer:
         return [ref.step for ref in plan_chains(listing, run.segments(listing), name).refs]
 
     @property
+    def strategy(self) -> Full | Deltas | Replica:
+        """The one in use: with `auto` what it has chosen last, and `Full` where another has given
+        up."""
+        return self._sessions.strategy(self._session)
+
+    @property
     def stats(self) -> Sequence[StepStats]:
         """What each step of this process cost, oldest first (the last 10,000)."""
         if self._session is not None:
@@ -366,6 +342,7 @@ class Checkpointer:
             return
         self._closed = True
         atexit.unregister(self.close)
+        self._sessions.end()
         session = self._session
         try:
             self._end_session()
@@ -389,7 +366,3 @@ class Checkpointer:
     ) -> None:
         with contextlib.suppress(*([] if error is None else [EverystepError])):  # it was logged
             self.close()
-
-
-_Session = Blocking | Staged  # or Logged or Mirrored, which are such
-"""From one restore to the next, or to the end: who writes, and where to."""

@@ -11,6 +11,9 @@ EverystepError
 ├── ReplicasDiffer           data-parallel ranks hold different bits of one tensor
 ├── RanksDisagree            ranks called with different arguments, or see different directories
 ├── TooManyFailedSteps       the limit on steps without a checkpoint was reached
+├── TapError                 packets could not be read off a network
+│   ├── NotACapture          the file is no capture that can be read, or is damaged
+│   └── CaptureFailed        the interface cannot be captured
 └── StoreError               the store answered with a failure
     ├── Damaged              bytes are there, and they are not what was written
     ├── Missing              a file that must be there is not
@@ -113,6 +116,18 @@ class RanksDisagree(EverystepError):
 
 class TooManyFailedSteps(EverystepError):
     """Steps in a row could not be stored, and the user's limit was reached."""
+
+
+class TapError(EverystepError):
+    """Packets could not be read off a network."""
+
+
+class NotACapture(TapError):
+    """The file is no capture that can be read, or it is damaged; `at` says where."""
+
+
+class CaptureFailed(TapError):
+    """The interface cannot be captured: it is not there, or this process may not."""
 
 
 class StoreError(EverystepError):

@@ -1,20 +1,25 @@
-"""Steps logged as deltas, with full ones staged in between: the strategy `Deltas`."""
+"""Steps logged as deltas, with full ones between that training stages, or that the agent makes: the
+strategy `Deltas`."""
 
 from __future__ import annotations
 
 import collections
 import logging
+import statistics
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from everystep.agent import protocol as p
 from everystep.agent.client import Agent
+from everystep.agent.handover import Lost
 from everystep.blocking import Facts
 from everystep.checking import Checks
+from everystep.compacting import compacts
 from everystep.engine.meter import Cost
 from everystep.errors import UsageError
 from everystep.outcomes import Outcomes
@@ -22,6 +27,7 @@ from everystep.pace import Chain, Pace
 from everystep.planning.failures import estimate_mtbf
 from everystep.planning.intervals import Choice, Costs, Limits
 from everystep.recorded import Recorded
+from everystep.recovery.classes import names_of, search_paths
 from everystep.staged import Recording
 from everystep.state.capture import Objects
 from everystep.state.ranks import Ranks
@@ -36,6 +42,8 @@ _log = logging.getLogger("everystep")
 
 _FIRST_FULL_EVERY = 32
 """Until enough is measured to choose."""
+
+_FOLDS_KEPT = 64
 
 
 class Logged(Recorded):
@@ -64,12 +72,29 @@ class Logged(Recorded):
         self._handed: collections.deque[tuple[int, int]] = collections.deque()
         self._chain = Chain(done)
         self._base: Cost | None = None
+        self._compacts = compacts(objects, options, ranks)
+        """The agent makes the full checkpoints after the first."""
+        self._copied: Cost | None = None
+        """The full checkpoint that its copy begins from."""
+        self._lost = False
+        """It has died, and its copy with it."""
+        self._folds: collections.deque[float] = collections.deque(maxlen=_FOLDS_KEPT)
+        """Seconds."""
+        self._not_folded: p.NotFolded | None = None
+        recording = Recording(options.buffer_bytes)
+        if self._compacts:
+            kinds = {type(optimizer) for optimizer in objects.optimizers.values()}
+            recording = Recording(
+                options.buffer_bytes, replica=True, classes=names_of(kinds), paths=search_paths(),
+                compacts=True,
+            )  # fmt: skip
         super().__init__(
-            facts, objects, ranks, agent, options, options.full(), retention, known, pinned, done,
-            log, outcomes, recording=Recording(buffer_bytes=options.buffer_bytes),
+            facts, objects, ranks, agent, options, options.full(compacts=self._compacts),
+            retention, known, pinned, done, log, outcomes, recording=recording,
         )  # fmt: skip
         path = Path(facts.run.backend.abilities.location)
-        self._checks = Checks(path, ranks.rank, objects.optimizers) if options.check else None
+        checks = options.check and not self._compacts  # a copy proves each step
+        self._checks = Checks(path, ranks.rank, objects.optimizers) if checks else None
         if self._checks is not None and self._checks.unfit is not None:
             _log.warning("no stretch is replayed beside training: %s", self._checks.unfit)
             self._checks = None
@@ -80,7 +105,7 @@ class Logged(Recorded):
             1 if options.batch == "auto" else options.batch,
         )
         self._obey()
-        self._record(objects, options, done or None, self._hand_over)
+        self._record(objects, options, (done or None) if facts.unmoved else None, self._hand_over)
 
     # ------------------------------------------------------------ what the agent tells
 
@@ -93,6 +118,14 @@ class Logged(Recorded):
                 self._chain.logged(*self._handed.popleft())
         elif isinstance(message, p.Stored):
             self._chain.stored(message.step)
+        elif isinstance(message, p.Folded):
+            self._folds.append(message.took_s)
+        elif isinstance(message, p.NotFolded):
+            self._not_folded = message
+            if self._recorder is None:
+                self._say_what_is_wrong()
+        elif isinstance(message, Lost):
+            self._lost = True
         for step, nbytes in self._chain.restorable():
             self._log.durable(step, nbytes)
         if not isinstance(message, p.Logged):
@@ -149,23 +182,65 @@ class Logged(Recorded):
     def step(self, ref: StepRef, metrics: dict[str, Json]) -> None:
         """End a step; see `Checkpointer.step`."""
         cost = self._engine.cost
+        if self._compacts:
+            self._renew_copy(ref, cost)
         super().step(ref, metrics)
         self._pace.steps.append(cost)
+        if self._not_folded is not None and self._recorder is not None:
+            self._end_copy(self._not_folded)
+
+    def _renew_copy(self, ref: StepRef, cost: Cost) -> None:
+        """Let the agent's copy begin from this step, where it has none. The log goes on."""
+        first = self._copied is None  # the engine takes it anyway
+        why = "the agent that held the last one has died" if self._lost else None
+        if self._copied is not None and self._copied.error is not None:
+            why = f"step {self._copied.step} is not staged"
+        if not first and why is None:
+            return
+        self._copied, self._lost = cost, False
+        if why is not None:
+            _log.warning("the agent's copy begins anew from step %s: %s", ref, why)
+            self._engine.owe(wait=self._policy == "block")
+            self._agent.log.rebase()
+
+    def _end_copy(self, told: p.NotFolded) -> None:
+        """The agent makes no full checkpoints any more."""
+        self._not_folded = None
+        if told.differs:
+            self._fall_back(f"step {told.step}: {told.reason}")
+            return
+        _log.error(
+            "the agent makes no full checkpoints any more, training takes them: %s", told.reason
+        )
+        self.successor = msgspec.structs.replace(self._options, compact=False)
 
     def _broken(self) -> str | None:
         if self._base is None or self._base.error is None:
             return None
         return f"the full that the chain begins with is lost: {self._base.error}"
 
+    def _say_what_is_wrong(self) -> None:
+        """No step comes that could be taken in another way."""
+        told, self._not_folded = self._not_folded, None
+        if told is not None and told.differs:
+            _log.error("the log is of no use from step %s on: %s", told.step, told.reason)
+
     def _begin_chain(self, step: int, cost: Cost) -> None:
-        self._base = cost
+        self._base = self._copied = cost
         self._chain.begin(step)
+        if self._compacts:
+            self._lost = False
+            self._agent.log.rebase()
 
     def _fall_back(self, why: str) -> None:
         super()._fall_back(why)
         if self._checks is not None:
             self._checks.close()
-        self._engine.set_every(1)
+        if not self._compacts:
+            self._engine.set_every(1)
+            return
+        # the copy has the only slot of staging memory
+        self.successor = msgspec.structs.replace(self._options.full(), every=1)
 
     # ------------------------------------------------------------ how often
 
@@ -177,26 +252,45 @@ class Logged(Recorded):
             if choice != self._choice:
                 self._choice = choice
                 self._obey()
-        costs = self._pace.costs(self._mtbf_s)
+        costs = self._figures()
         wanted = "auto" in (self._options.full_every, self._options.batch)
         if costs is not None and wanted and self._chosen is None:
             self._chosen = self._beside.submit(
                 _best, self._choice, costs, self._limits, self._options
             )
 
+    def _figures(self) -> Costs | None:
+        """The figures of the cost model; None: too little is known."""
+        costs = self._pace.costs(self._mtbf_s)
+        if costs is None or not self._compacts:
+            return costs
+        if not self._folds:
+            return None
+        fold_s = statistics.median(self._folds)
+        return msgspec.structs.replace(
+            costs, fold_s=fold_s, full_stall_s=0.0, replay_s=min(fold_s, costs.step_s)
+        )
+
     def _obey(self) -> None:
         every = self._choice.full_every
         if self._options.full_every == "auto" and self._ranks.world_size > 1:
-            every = 1 << max(0, every.bit_length() - 1)  # ranks choose on their own, yet alike
+            # they choose on their own, yet alike
+            every = 1 << (every.bit_length() - 1)
         self._full_every = every
-        self._engine.set_every(every)
+        if self._compacts:
+            self._agent.log.persist_every(every)
+        else:
+            self._engine.set_every(every)
         self._agent.log.set_batch(self._choice.batch)
 
     def close(self) -> None:
         """Stage what is under way, and hand over the last deltas. The agent goes on."""
+        if self._compacts:  # another session begins when what is under way is written
+            self._agent.log.persist_every(0)
         try:
             super().close()
         finally:
+            self._say_what_is_wrong()
             self._beside.shutdown()
             if self._checks is not None:
                 self._checks.close()

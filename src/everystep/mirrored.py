@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from everystep.engine.meter import Cost
 from everystep.outcomes import Outcomes
 from everystep.pace import Persisting
 from everystep.recorded import Recorded
-from everystep.recovery.classes import names_of, unfit
+from everystep.recovery.classes import elsewhere, names_of, search_paths, unfit
 from everystep.staged import Recording
 from everystep.state.capture import Objects
 from everystep.state.ranks import Ranks
@@ -64,7 +62,8 @@ class Mirrored(Recorded):
         """The same, once a step is taken whole for it."""
         self._pace = Persisting(options.persist_every, options.mtbf_s, alike=ranks.world_size > 1)
         kinds = {type(optimizer) for optimizer in objects.optimizers.values()}
-        if any(is_dtensor(p) for model in objects.models.values() for p in model.parameters()):
+        parameters = [p for model in objects.models.values() for p in model.parameters()]
+        if any(map(is_dtensor, parameters)):
             # what little is not sharded is not worth being shared out
             facts = facts._replace(share_replicas=False)
         facts = facts._replace(whole_parameters=True)
@@ -72,12 +71,12 @@ class Mirrored(Recorded):
             facts, objects, ranks, agent, options, options.full(), retention, known, pinned, done,
             log, outcomes,
             recording=Recording(
-                options.buffer_bytes, options.log, True, names_of(kinds), _paths(),
+                options.buffer_bytes, options.log, True, names_of(kinds), search_paths(),
                 plan(Path(facts.run.backend.abilities.location), facts.number, ranks,
                      options.peers),
             ),
         )  # fmt: skip
-        reason = unfit(kinds) or _elsewhere(objects)
+        reason = unfit(kinds) or elsewhere(parameters)
         if reason is not None:
             self._fall_back(reason)
         else:  # the copy begins with a full checkpoint of this process
@@ -147,20 +146,3 @@ class Mirrored(Recorded):
         super()._fall_back(why)
         full = self._options.full()
         self.successor = Full(every=1, snapshot_bytes=full.snapshot_bytes, linger_s=full.linger_s)
-
-
-def _elsewhere(objects: Objects) -> str | None:
-    """Why the agent would not come to the same bits."""
-    for model in objects.models.values():
-        for parameter in model.parameters():
-            if parameter.device.type != "cpu":
-                kind = parameter.device.type
-                return (
-                    f"kernels on {kind} give other bits than the host's, where steps are done again"
-                )
-    return None
-
-
-def _paths() -> list[str]:
-    """Where this process finds modules."""
-    return [os.path.abspath(path) for path in sys.path]

@@ -136,9 +136,13 @@ class Recorded(Staged):
         _log.error(
             "%s cannot record this run (%s): every step is stored in full instead", name, why
         )
+        self.given_up = why
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.close()
+
+    given_up: str | None = None
+    """Why steps are not recorded any more."""
 
     strategy = "Deltas"
     """In messages."""

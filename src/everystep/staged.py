@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ from everystep.store.full import hash_all, lay_out_file, streamed
 from everystep.store.measured import Measure, Span
 from everystep.store.retention import Retention
 from everystep.store.run import StepEntry
-from everystep.strategies import Full
+from everystep.strategies import Deltas, Full
 from everystep.types import Json, StepRef
 
 _log = logging.getLogger("everystep")
@@ -58,13 +58,18 @@ class Recording(NamedTuple):
     """Where their modules may be found."""
     peers: p.PeerPlan | None = None
     """Whose copies it holds."""
+    compacts: bool = False
+    """It folds what it has appended, and writes full checkpoints of it."""
 
 
 class Staged:
     """A session whose steps go through staging memory."""
 
-    successor: Full | None = None
+    successor: Full | Deltas | None = None
     """The strategy to go on with, where this one is of no use any more."""
+
+    watcher: Callable[[Struct], None] | None = None
+    """Is told all that the agent tells, in its thread."""
 
     def __init__(
         self,
@@ -85,11 +90,10 @@ class Staged:
         self.timeline = facts.timeline
         self._facts, self._ranks, self._agent = facts, ranks, agent
         self._log, self._outcomes = log, outcomes
-        self._restored = done
-        self._newest_staged = 0
+        self._restored, self._newest_staged = done, 0
         self._heard: collections.deque[Struct] = collections.deque()
         self._costs: collections.deque[tuple[Cost, Entry]] = collections.deque()
-        agent.listen(self._note)
+        agent.listen(self._listen)
         agent.begin(
             p.Begin(
                 run=facts.run.id,
@@ -102,6 +106,7 @@ class Staged:
                 buffer_bytes=recording.buffer_bytes,
                 logs=recording.logs,
                 replica=recording.replica,
+                compacts=recording.compacts,
                 classes=dict(recording.classes),
                 paths=list(recording.paths),
                 peers=recording.peers,
@@ -127,7 +132,17 @@ class Staged:
             shares=self._shares,
         )
 
+    @property
+    def whole_parameters(self) -> bool:
+        """See `Facts.whole_parameters`."""
+        return self._facts.whole_parameters
+
     # ------------------------------------------------------------ what the agent tells
+
+    def _listen(self, message: Struct) -> None:
+        if self.watcher is not None:
+            self.watcher(message)
+        self._note(message)
 
     def _note(self, message: Struct) -> None:
         """Take a message, in a thread of the agent's client."""
@@ -169,6 +184,11 @@ class Staged:
         self._outcomes.failed(ref, kind(told[1], hint=told[2]))
 
     # ------------------------------------------------------------ steps
+
+    @property
+    def cost(self) -> Cost:
+        """What the step that is going on has cost so far; it becomes complete later."""
+        return self._engine.cost
 
     def step(self, ref: StepRef, metrics: dict[str, Json]) -> None:
         """End a step; see `Checkpointer.step`."""

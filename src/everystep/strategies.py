@@ -78,6 +78,13 @@ class Deltas(Struct, frozen=True, kw_only=True):
     batch: int | Literal["auto"] = "auto"
     """Steps become durable by so many at once; the loss of the host costs at most so many. Those
     that wait survive the loss of the training process. `auto`: as the cost model says."""
+    compact: bool | Literal["auto"] = False
+    """Let the agent make the full checkpoints after the first, from the log: it holds a second copy
+    of the state, does each step that is durable again there, proves it, and writes the copy at
+    every `full_every` steps. Training takes none. Needs a single process, and an optimizer that
+    gives the same bits on the host, so parameters in host memory. True: where that is so; else this
+    is said, and training takes them. `auto`: where, besides, the state takes 64 MiB or more (less
+    is copied in no time), and host memory has room for the copy. False: training takes them."""
     mtbf_s: float | None = None
     """The mean time between failures that `auto` reckons with. None: from the run's restarts."""
     policy: Literal["block", "skip"] = "block"
@@ -92,7 +99,8 @@ class Deltas(Struct, frozen=True, kw_only=True):
     at most 2 MiB (with the most slots of Adam, 8 MiB of state), else 16."""
     check: bool = True
     """Replay each stretch between two full checkpoints in a process of low priority beside
-    training, to know now that it can be replayed."""
+    training, to know now that it can be replayed. Where the agent makes the full checkpoints, it
+    has done each step again anyway."""
     staging_bytes: int | None = None
     """As in `Full`."""
     snapshot_bytes: int | None = None
@@ -103,13 +111,20 @@ class Deltas(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _check_count("Deltas", "full_every", self.full_every)
         _check_count("Deltas", "batch", self.batch)
+        if self.compact != "auto" and not isinstance(self.compact, bool):
+            raise UsageError(f"Deltas(compact={self.compact!r}): neither 'auto', True nor False")
         _check_rest("Deltas", self.mtbf_s, self.policy, self.slices, self.buffer_bytes)
         self.full()  # checks the rest
 
-    def full(self) -> Full:
-        """How the full checkpoints among them are taken."""
+    def full(self, *, compacts: bool = False) -> Full:
+        """How the full checkpoints among them are taken in training.
+
+        Args:
+            compacts: the agent makes those after the first.
+        """
+        every = 1 if self.full_every == "auto" else self.full_every
         return Full(
-            every=1 if self.full_every == "auto" else self.full_every,
+            every=_NEVER if compacts else every,
             policy="skip",
             staging_bytes=self.staging_bytes,
             snapshot_bytes=self.snapshot_bytes,

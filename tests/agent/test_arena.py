@@ -41,13 +41,13 @@ def descriptors() -> list[str]:
     return [target for target in targets if "everystep" in target]
 
 
-def resident_bytes() -> int:
-    """How much of all arenas this process has mapped with pages."""
+def resident_bytes(of: str = "Rss:") -> int:
+    """How much of all arenas this process has mapped with pages (`of` a kind)."""
     found, counts = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if line.split()[0].count("-") == 1:
             counts = "everystep-staging" in line
-        elif counts and line.startswith("Rss:"):
+        elif counts and line.startswith(of):
             found += int(line.split()[1]) << 10
     return found
 
@@ -107,6 +107,36 @@ def test_populating_brings_pages_and_changes_nothing() -> None:
     assert bytes(arena.slot(1)[6:13]) == b"\0bytes\0"
     assert not any(arena.slot(0))
     arena.close()
+
+
+def test_populating_brings_large_pages_where_there_are_any() -> None:
+    arena = Arena.made(2, 3 << 20)
+    arena.slot(0)[7:12] = b"bytes"
+    populated, large = arena.populate(), resident_bytes("ShmemPmdMapped:")
+    can = [
+        module._libc.madvise(arena.address + offset, 2 << 20, module._COLLAPSE) == 0
+        for offset in range(0, len(arena), 2 << 20)
+    ]
+    resident, content = resident_bytes(), bytes(arena.view(0, len(arena)))
+    arena.close()
+    if not populated or not any(can):
+        pytest.skip("the kernel has no large pages of 2 MiB, or is older than Linux 6.7")
+    assert large == sum(can) * (2 << 20)
+    assert resident == 6 << 20
+    assert content == b"\0" * 7 + b"bytes" + b"\0" * ((6 << 20) - 12)
+
+
+def test_where_the_kernel_has_no_large_pages_small_ones_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "_LARGE_PAGE", tmp_path / "none")
+    arena = Arena.made(2, 3 << 20)
+    populated, resident = arena.populate(), resident_bytes()
+    large = resident_bytes("ShmemPmdMapped:")
+    arena.close()
+    if not populated:
+        pytest.skip("the kernel is older than Linux 5.14")
+    assert (resident, large) == (6 << 20, 0)
 
 
 def test_slots_lie_one_after_the_other() -> None:

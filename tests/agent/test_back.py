@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import AdamW
@@ -13,6 +14,7 @@ from agent.test_memory import RUN, answering
 from everystep.agent import protocol as p
 from everystep.agent.arena import PAGE_BYTES, Arena, whole_pages
 from everystep.agent.memory import Overlay
+from everystep.errors import CannotRestore
 from everystep.recovery.restore import restore
 from everystep.state.capture import Objects
 from everystep.state.ranks import Ranks
@@ -46,19 +48,54 @@ def in_memory(root: Path) -> tuple[list[p.InMemory], Arena]:
     return files, arena
 
 
-def test_slots_are_written_where_they_are(tmp_path: Path) -> None:
+def stored(root: Path) -> tuple[nn.Module, AdamW]:
+    """What was stored below a directory as its only step."""
     model, optimizer = trained()
-    with everystep.Checkpointer(
-        tmp_path, model=model, optimizer=optimizer, strategy=BLOCKING
-    ) as ck:
+    with everystep.Checkpointer(root, model=model, optimizer=optimizer, strategy=BLOCKING) as ck:
         ck.restore()
         ck.step()
-    files, arena = in_memory(tmp_path)
+    return model, optimizer
+
+
+def laid_over(root: Path, files: list[p.InMemory], arena: Arena) -> Overlay:
+    """What an agent that holds these files gives a restart; the arena is closed."""
     answer = p.Files(files, (arena.slots, arena.slot_bytes))
     thread = answering(lambda channel: channel.send(answer, arena.fd))
-    found = Overlay(LocalBackend(tmp_path), RUN, [0])
+    found = Overlay(LocalBackend(root), RUN, [0])
     thread.join()
     arena.close()
+    return found
+
+
+def bits(model: nn.Module, optimizer: AdamW) -> list[torch.Tensor]:
+    """Copies of all parameters and slots."""
+    slots = [value for slot in optimizer.state.values() for value in slot.values()]
+    return [t.detach().clone().view(torch.int32) for t in [*model.parameters(), *slots]]
+
+
+@pytest.mark.parametrize("place", [".model.", ".state."])
+def test_a_flipped_bit_in_memory_is_found_before_anything_is_written(
+    tmp_path: Path, place: str
+) -> None:
+    stored(tmp_path)
+    files, arena = in_memory(tmp_path)
+    (damaged,) = [file for file in files if place in file.name]
+    arena.view(damaged.offset + damaged.nbytes - 1, 1)[0] ^= 1
+    found = laid_over(tmp_path, files, arena)
+    again, other = trained()
+    before = bits(again, other)
+    record = fmt.RunRecord(run=Run.open(tmp_path).id, created="")
+    objects = Objects.of(again, other, {})
+    with pytest.raises(CannotRestore, match="hash of bytes"):
+        restore(Run(found, record), None, objects, Ranks(0, 1), lend=found.lend)
+    found.close()
+    assert all(map(torch.equal, bits(again, other), before))
+
+
+def test_slots_are_written_where_they_are(tmp_path: Path) -> None:
+    model, optimizer = stored(tmp_path)
+    files, arena = in_memory(tmp_path)
+    found = laid_over(tmp_path, files, arena)
     again, other = trained()
     slots = {id(value) for slot in other.state.values() for value in slot.values()}
     record = fmt.RunRecord(run=Run.open(tmp_path).id, created="")

@@ -99,7 +99,6 @@ def test_where_memory_is_short_a_smaller_one_is_had(monkeypatch: pytest.MonkeyPa
     ring.arena.view(3, 1)[0] = 9
     assert other.view(3, 1)[0] == 9
     other._view.release()
-    other._map.close()
     ring.close()
     monkeypatch.setattr(arena, "available_bytes", lambda: mmap.PAGESIZE)
     with pytest.raises(StoreFailed, match="not enough memory"):

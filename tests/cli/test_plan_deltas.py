@@ -9,14 +9,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from everystep.cli import plan_deltas as module
-from everystep.cli.figures import restarts_of, spoken_time
+from everystep.cli.figures import spoken_time
 from everystep.cli.heat import draw_heat
 from everystep.planning.failures import Mtbf, estimate_mtbf
 from everystep.planning.intervals import Choice, Costs, Limits, Waste, choose, predict
 from everystep.store.local import LocalBackend
 from everystep.store.measured import Measure, MeasuredBy, write_measures
+from everystep.store.restarts import restarts_of
 from everystep.store.run import Run
 from small_runs import Job, Said
 
@@ -117,6 +119,19 @@ def test_why_at_a_limit(cli: Cli) -> None:
     out = plain(cli("plan", "deltas", *words(), "--full-every", "500", "--batch", "4"))
     assert out.startswith("a full every 500 steps (4.17 min), 4 deltas per write (2 s)")
     assert "fulls: as given\nwrites: as given\n" in out
+
+
+def test_fulls_that_the_agent_makes(cli: Cli) -> None:
+    given = words(full_stall="0", batch="4")
+    out = plain(cli("plan", "deltas", *given, "--fold", "0.1"))
+    assert "fulls: as often as the agent that makes them can fold and write (--fold)" in out
+    found = cli("plan", "deltas", *given, "--fold", "0.1", "--json").json
+    assert found["costs"]["fold_s"] == 0.1
+    assert found["waste"]["share"] == predict(
+        replace(COSTS, full_stall_s=0.0, fold_s=0.1),
+        found["choice"]["full_every"], found["choice"]["batch"],
+    ).share  # fmt: skip
+    assert cli("plan", "deltas", *words(), "--fold", "0.1").status == 2, "a stall of a full"
 
 
 def test_a_share_of_the_disk(cli: Cli) -> None:

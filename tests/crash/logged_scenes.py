@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import json
 import logging
 import os
@@ -84,11 +85,12 @@ def many_steps(run: str, steps: int) -> None:
 
 
 def sizes(folder: Path, pattern: str) -> list[int]:
-    """Of files below a folder; retention may remove one meanwhile."""
+    """Of files below a folder; retention may remove some meanwhile."""
     found = []
-    for path in folder.rglob(pattern):
-        with contextlib.suppress(FileNotFoundError):
-            found.append(path.stat().st_size)
+    for place, _, names in os.walk(folder):  # which passes over folders that have just gone
+        for name in fnmatch.filter(names, pattern):
+            with contextlib.suppress(FileNotFoundError):
+                found.append(Path(place, name).stat().st_size)
     return found
 
 

@@ -3,6 +3,7 @@ in the agent."""
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -10,15 +11,74 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from crash.logged_scenes import sizes
 from crash.staged_scenes import _held, agents_of, die_in, note
-from crash.trainer import Board, Job, _join
+from crash.trainer import Board, Job, Loader, _join
 from everystep import Checkpointer, Replica, Retention
 from everystep.agent.tail import Tail
 from recovery.own_optimizer import Halving
 from waiting import until
+
+
+class Sharded(Job):
+    """Under FSDP2: each rank holds its shard of every parameter, and trains on data of its own."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Linear(8, 15), nn.LayerNorm(15), nn.Dropout(0.3), nn.Linear(15, 4)]
+        self.model = nn.Sequential(*layers)
+        fully_shard(self.model[0])
+        fully_shard(self.model)
+        torch.manual_seed(1 + rank)
+        random.seed(rank)
+        np.random.seed(rank)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=50)
+        self.loader = Loader(rank)
+
+    def digest(self) -> str:
+        """Of every bit that this rank holds."""
+        local: Any = copy.copy(self)
+        local.model, local.optimizer = _Local(self.model), _Local(self.optimizer)
+        return Job.digest(local)
+
+
+class _Local:
+    """Tells the state of a thing with this rank's shards in the place of whole tensors."""
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def state_dict(self) -> Any:
+        return _to_local(self._of.state_dict())
+
+
+def _to_local(thing: Any) -> Any:
+    if isinstance(thing, DTensor):
+        return thing.to_local()
+    if isinstance(thing, dict):
+        return {key: _to_local(value) for key, value in thing.items()}
+    return [_to_local(item) for item in thing] if isinstance(thing, list) else thing
+
+
+def _job(rank: int, world_size: int, *, sharded: bool) -> Job:
+    return Sharded(rank, world_size) if sharded else Job(rank, world_size)
+
+
+def reference(total: int, rank: int, world_size: int, meet: str, sharded: bool = False) -> None:
+    """Train without this library; print the digest of every step."""
+    _join(rank, world_size, meet)
+    job = _job(rank, world_size, sharded=sharded)
+    for step in range(total + 1):
+        if step:
+            job.step(1)
+        print(job.digest())
 
 
 def train(
@@ -34,19 +94,21 @@ def train(
     linger_s: float = 40,
     die: tuple[str, int, bool] | None = None,
     catch_up_every: int = 0,
+    sharded: bool = False,
 ) -> None:
     """Train from what there is to `total` steps; print the digest of what was restored, of each
     step, and of the end, and what became of each step.
 
     Args:
         catch_up_every: after so many steps, wait until one of them is durable.
+        sharded: under FSDP2.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     progress = Board(board)
     if die is not None:
         die_in(die[0], die[1], after=die[2], owners={"Tail": Tail})
     _join(rank, world_size, meet)
-    job = Job(rank, world_size)
+    job = _job(rank, world_size, sharded=sharded)
     strategy = Replica(persist_every=persist_every, log=logs, policy=policy, linger_s=linger_s)  # type: ignore[arg-type]
     with job.checkpointer(run, strategy=strategy, retention=Retention(keep_last=None)) as ck:
         done = ck.restore()

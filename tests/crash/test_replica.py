@@ -179,25 +179,25 @@ def test_an_optimizer_of_the_users_own(zygote: Zygote, quick_path: Path) -> None
 
 
 class TwoRanks:
-    """A job of two ranks under DDP, again and again."""
+    """A job of two ranks, under DDP or (`sharded`) under FSDP2, again and again."""
 
-    def __init__(self, zygote: Zygote, where: Path, total: int) -> None:
-        self._where, self._total, self._lives = where, total, 0
-        start, logs = (
-            "crash.logged_scenes.reference",
-            [where / f"reference{rank}" for rank in range(2)],
-        )
+    def __init__(self, zygote: Zygote, where: Path, total: int, *, sharded: bool = False) -> None:
+        self._where, self._total, self._lives, self._sharded = where, total, 0, sharded
         group = self._group()
         both = [
-            zygote.start(start, log, total=total, rank=rank, **group)
-            for rank, log in enumerate(logs)
-        ]
+            zygote.start(
+                "crash.replica_scenes.reference", where / f"reference{rank}",
+                total=total, rank=rank, **group,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
         assert [child.wait() for child in both] == [0, 0], both[0].said()
         self.ranks = [lives_at(zygote, where, c.said().split(), r) for r, c in enumerate(both)]
 
     def _group(self) -> dict[str, object]:
         self._lives += 1
-        return {"world_size": 2, "meet": str(self._where / f"meet{self._lives}")}
+        meet = str(self._where / f"meet{self._lives}")
+        return {"world_size": 2, "meet": meet, "sharded": self._sharded}
 
     def begin(self, total: int | None = None, **options: object) -> None:
         group = self._group()
@@ -243,6 +243,23 @@ def test_one_of_two_ranks_is_killed_or_both(zygote: Zygote, quick_path: Path) ->
             lives.reach(rng.randrange(12, 30))
         at_an_instant(rng.uniform(0, 0.03))
         job.kill(*victims)
+    end = job.ranks[0].floor + 6
+    job.begin(end)
+    job.finish(end)
+    assert len(set(job.ranks[0].restored)) == 4
+
+
+def test_all_trainers_of_a_sharded_state_are_killed(zygote: Zygote, quick_path: Path) -> None:
+    """Each agent has its rank's shards; the ranks restore one step, and lose none that both had
+    handed over."""
+    job = TwoRanks(zygote, quick_path, 150, sharded=True)
+    rng = random.Random(SEED)
+    for _ in range(3):
+        job.begin(persist_every=1000)
+        for lives in job.ranks:
+            lives.reach(rng.randrange(12, 30))
+        at_an_instant(rng.uniform(0, 0.03))
+        job.kill(0, 1)
     end = job.ranks[0].floor + 6
     job.begin(end)
     job.finish(end)

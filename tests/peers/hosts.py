@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from waiting import until
+from zygote import Child, Zygote
 
 DEADLINE_S = 60.0
+
+_NAMESPACES = Path("/run/netns")
+"""Where `ip` keeps those that have a name."""
+
+_NEW_NETWORK = 0x40000000
+"""CLONE_NEWNET."""
 
 
 def missing() -> str | None:
@@ -34,29 +42,38 @@ def _ip(*words: str) -> str:
     return done.stdout
 
 
+def move_to(host: str) -> None:
+    """Let this process, which has one thread, and all that it starts be of that host.
+
+    Args:
+        host: its name.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    fd = os.open(_NAMESPACES / host, os.O_RDONLY)
+    failed = library.setns(fd, _NEW_NETWORK)
+    os.close(fd)
+    if failed:
+        raise OSError(ctypes.get_errno(), f"no way to {host}")
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+
+
 class Host:
     """A host: its network, and the processes that were started there."""
 
-    def __init__(self, name: str, number: int) -> None:
+    def __init__(self, name: str, number: int, zygote: Zygote) -> None:
         self.name, self.address = name, f"10.77.0.{number + 1}"
-        self.started: list[subprocess.Popen[str]] = []
+        self.started: list[Child] = []
+        self._zygote = zygote
 
-    def start(
-        self, command: Sequence[str], out: Path, env: dict[str, str]
-    ) -> subprocess.Popen[str]:
-        """A process of this host.
+    def start(self, function: str, out: Path, **arguments: object) -> Child:
+        """A process of this host, forked: `function(host=…, **arguments)`, which moves there.
 
         Args:
             out: takes what it says.
         """
-        with out.open("w") as said:
-            process = subprocess.Popen(
-                ["ip", "netns", "exec", self.name, *command],
-                stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, text=True,
-                env={**os.environ, **env, "GLOO_SOCKET_IFNAME": "eth0"},
-            )  # fmt: skip
-        self.started.append(process)
-        return process
+        child = self._zygote.start(function, out, host=self.name, **arguments)
+        self.started.append(child)
+        return child
 
     def pids(self) -> list[int]:
         """All processes here, each of which comes from one that was started."""
@@ -64,11 +81,13 @@ class Host:
 
     def kill(self) -> None:
         """All of them end at once, as with the host."""
+        for child in self.started:  # one may not have moved here yet
+            child.kill()
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        for process in self.started:
-            process.wait(DEADLINE_S)
+        for child in self.started:
+            child.wait(DEADLINE_S)
         self.started.clear()
         until(lambda: not self.pids(), DEADLINE_S, f"the processes of {self.name} to end")
 
@@ -76,13 +95,18 @@ class Host:
         """Nothing comes through to or from it any more, and nobody is told."""
         _ip("-n", self.name, "link", "set", "eth0", "down")
 
+    def come_back(self) -> None:
+        """As new: nothing runs there, and it is reached again."""
+        self.kill()
+        _ip("-n", self.name, "link", "set", "eth0", "up")
+
 
 @contextlib.contextmanager
-def hosts(count: int) -> Iterator[list[Host]]:
+def hosts(count: int, zygote: Zygote) -> Iterator[list[Host]]:
     """So many hosts, each of which reaches all others; in the end nothing is left of them."""
     tag = f"evs{secrets.token_hex(3)}"
     switch = f"{tag}s"
-    found = [Host(f"{tag}h{n}", n) for n in range(count)]
+    found = [Host(f"{tag}h{n}", n, zygote) for n in range(count)]
     with contextlib.ExitStack() as made:
         _ip("netns", "add", switch)
         made.callback(_ip, "netns", "del", switch)

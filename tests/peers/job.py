@@ -1,12 +1,12 @@
-"""One rank of a job of several hosts: a program, which tells the digest of its state at each
-step."""
+"""What each rank of a job of several hosts does: it tells the digest of its state at each step."""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
 import logging
-import sys
+import os
+import select
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from everystep import Checkpointer, Peers, Replica, Retention
+from peers.hosts import move_to
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -24,6 +25,10 @@ def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, dict | list | tuple):
         return [tensor for one in inner for tensor in tensors(one)]
     return []
+
+
+PACE_S = 0.02
+"""Between two steps: it leaves the processors to agents that start."""
 
 
 class Job:
@@ -52,38 +57,50 @@ class Job:
         return found.hexdigest()[:16]
 
 
-def main() -> None:
-    run, rank, world_size, master, port, steps, kind = sys.argv[1:]
+def train(
+    host: str,
+    run: str,
+    rank: int,
+    world_size: int,
+    master: str,
+    port: int,
+    steps: int,
+    reference: bool = False,
+) -> None:
+    """Train from what there is to `steps` steps, with a copy of each rank's state elsewhere.
+
+    Args:
+        host: where.
+        master: the address of rank 0's host.
+        reference: then do it once more, from the start and without this library.
+    """
+    move_to(host)
+    os.environ["MASTER_ADDR"] = master
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://{master}:{port}",
-        rank=int(rank),
-        world_size=int(world_size),
+        rank=rank,
+        world_size=world_size,
         timeout=datetime.timedelta(seconds=15),
     )
-    job = Job(int(rank))
-    if kind == "plain":
-        for step in range(1, int(steps) + 1):
-            job.step()
-            print(f"step {step} {job.digest()}", flush=True)
-        return
-    peers = None if kind == "alone" else Peers(copies=2)
-    strategy = Replica(persist_every=100_000, peers=peers)
+    job = Job(rank)
+    strategy = Replica(persist_every=100_000, peers=Peers(copies=2))
     ck = Checkpointer(
         run, model=job.model, optimizer=job.optimizer, strategy=strategy,
         retention=Retention(keep_last=None),
     )  # fmt: skip
     done = ck.restore()
     print(f"restored {done} {job.digest()}", flush=True)
-    for step in range(done + 1, int(steps) + 1):
+    for step in range(done + 1, steps + 1):
+        select.select([], [], [], PACE_S)
         job.step()
         ck.step()
         print(f"step {step} {job.digest()}", flush=True)
+    if reference:
+        job = Job(rank)
+        for step in range(1, steps + 1):
+            job.step()
+            print(f"reference {step} {job.digest()}", flush=True)
+        print("done", flush=True)
     ck.close()
-    print("closed", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -157,16 +157,19 @@ def test_poisson_failures() -> None:
     stalls=st.tuples(*[st.sampled_from([0.0, 0.002, 0.05])] * 3),
     replay_s=st.sampled_from([0.0, 0.01, 0.2]),
     restart_s=st.sampled_from([0.0, 10.0, 40.0]),
+    fold_s=st.sampled_from([None, 0.02, 0.3]),
     seed=st.integers(0, 10**6),
 )
 def test_closed_form_and_simulation_agree(
     full_every: int, batch: int, host_share: float, mtbf_s: float,
-    stalls: tuple[float, float, float], replay_s: float, restart_s: float, seed: int,
+    stalls: tuple[float, float, float], replay_s: float, restart_s: float, fold_s: float | None,
+    seed: int,
 ) -> None:  # fmt: skip
     costs = Costs(
         step_s=0.5, state_bytes=10**9, delta_bytes=5 * 10**6, write_bytes_per_s=1e9,
         replay_s=replay_s, mtbf_s=mtbf_s, load_s=1.0, restart_s=restart_s, sync_s=0.003,
-        batch_stall_s=stalls[0], record_stall_s=stalls[1], full_stall_s=10 * stalls[2],
+        batch_stall_s=stalls[0], record_stall_s=stalls[1],
+        full_stall_s=10 * stalls[2] if fold_s is None else 0.0, fold_s=fold_s,
     )  # fmt: skip
     assume(disk_load(costs, full_every, batch) <= 1)
     failures = poisson(np.random.default_rng(seed), mtbf_s, host_share)

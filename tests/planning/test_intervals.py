@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from everystep.errors import UsageError
+from everystep.planning.closed_form import first_order
 from everystep.planning.failures import poisson, simulate
 from everystep.planning.intervals import (
     LONGEST_CHAIN,
@@ -23,7 +24,6 @@ from everystep.planning.intervals import (
     broken,
     choose,
     disk_load,
-    first_order,
     predict,
     rhythm,
 )

@@ -287,6 +287,16 @@ _FULL: dict[str, Callable[[_Case], object]] = {
 }
 
 
+@pytest.fixture(params=["compiled", "python"])
+def comparing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without the comparisons that a compiler was needed for."""
+    if request.param == "python":
+        monkeypatch.setattr(watch, "compiled", None)
+    elif watch.compiled is None:
+        pytest.skip("it was built without a compiler")
+
+
+@pytest.mark.usefixtures("comparing")
 @pytest.mark.parametrize("change", _FULL.values(), ids=_FULL)
 def test_a_change_is_noticed(change: Callable[[_Case], object]) -> None:
     case = _Case()
@@ -324,6 +334,7 @@ _CHEAP: dict[str, Callable[[_Case], object]] = {
 }
 
 
+@pytest.mark.usefixtures("comparing")
 @pytest.mark.parametrize("change", _CHEAP.values(), ids=_CHEAP)
 def test_what_needs_no_full_capture(change: Callable[[_Case], object]) -> None:
     case = _Case()
@@ -534,6 +545,32 @@ def test_extra_state_is_asked_each_time() -> None:
         module.state = state
         same_as_capture(recapture, objects)
     assert same_as_capture(recapture, objects).version > version
+
+
+class _Keeping:
+    def __init__(self) -> None:
+        self.kept, self.own = torch.zeros(3), torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": {"part": self.kept}, "own": self.own, "alias": self.kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def test_what_is_left_out_is_only_referred_to() -> None:
+    extra = _Keeping()
+    objects = Objects.of(nn.Linear(2, 2), None, {"extra": extra})
+    recapture = Recapture(objects, 1, left_out=["/extras/extra/kept/"])
+    first, then = recapture.now(), recapture.now()
+    assert then.version == first.version
+    keys = {held.spec.key for held in then.rest if held.spec.key.startswith("/extras")}
+    assert keys == {"/extras/extra/own", "/extras/extra/alias"}  # the same memory, but not left out
+    for part in ("kept", "own"):
+        assert (
+            _decoded(first.tree)["extras"]["extra"][part]
+            == (_decoded(then.tree)["extras"]["extra"][part])
+        )
 
 
 def test_get_extra_state_of_a_class_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

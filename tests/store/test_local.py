@@ -406,6 +406,24 @@ def test_what_was_written_over_while_it_was_read_is_missing(
     assert into == b"1234efgh"
 
 
+@pytest.mark.usefixtures("all_large")
+def test_a_file_that_is_appended_to_while_it_is_read(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first bytes stay, however large it is."""
+    backend.append("a", [b"12345678"], 0)
+    preadv, calls = os.preadv, []
+
+    def longer(fd: int, buffers: list[memoryview], offset: int) -> int:
+        calls.append(offset)
+        backend.append("a", [b"more"], 4 + 4 * len(calls))
+        return preadv(fd, [buffers[0][:4]], offset)
+
+    monkeypatch.setattr(local.os, "preadv", longer)
+    assert read(backend, "a") == b"12345678"
+    assert calls == [0, 4]
+
+
 def test_a_small_file_that_is_replaced_while_it_is_read(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

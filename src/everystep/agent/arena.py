@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
+import weakref
 from pathlib import Path
 
 from everystep.errors import StoreFailed
@@ -20,10 +22,23 @@ PAGE_BYTES = mmap.PAGESIZE
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE (Linux 5.14): map pages for writing without changing them."""
 
+_COLLAPSE = 25
+"""MADV_COLLAPSE (Linux 6.1): bring a stretch into one large page, whatever is set for the host."""
+
 _STRETCH_BYTES = 64 << 20
+
+_LARGE_PAGE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 
 _libc = ctypes.CDLL(None, use_errno=True)  # its calls release the interpreter lock
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mmap.argtypes = [*_libc.madvise.argtypes, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.restype = ctypes.c_void_p
+_FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED = 0x10
+
+_MEMORY = ctypes.c_char * (1 << 46)
+"""All of it."""
 
 _HINT = "free some memory, or use Full(blocking=True), which needs no staging memory"
 
@@ -31,6 +46,43 @@ _HINT = "free some memory, or use Full(blocking=True), which needs no staging me
 def whole_pages(nbytes: int) -> int:
     """The number of bytes, rounded up to whole pages."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _mapped(fd: int, nbytes: int) -> tuple[memoryview, int]:
+    """The beginning of a file as memory, and its address: that of a large page, as these can be
+    mapped nowhere else. It is unmapped when nobody has a view of it any more.
+
+    Raises:
+        OSError: the kernel has no room for it.
+        ValueError: the file is shorter.
+    """
+    if not 0 < nbytes <= os.fstat(fd).st_size:
+        raise ValueError("the file is shorter")
+    aligned, whole = _large_page_bytes() or PAGE_BYTES, whole_pages(nbytes)
+    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    reserved = _libc.mmap(None, whole + aligned, 0, kind, -1, 0)
+    if reserved == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    start = -(-reserved // aligned) * aligned
+    _libc.munmap(start + whole, reserved + aligned - start)
+    if start > reserved:
+        _libc.munmap(reserved, start - reserved)
+    both = mmap.PROT_READ | mmap.PROT_WRITE
+    if _libc.mmap(start, whole, both, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) == _FAILED:
+        error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        _libc.munmap(start, whole)
+        raise error
+    memory = _MEMORY.from_address(start)
+    weakref.finalize(memory, _libc.munmap, start, whole).atexit = False
+    return memoryview(memory)[:nbytes].cast("B"), start
+
+
+def _large_page_bytes() -> int:
+    """The size of the kernel's large pages; 0: it has none."""
+    try:
+        return int(_LARGE_PAGE.read_text())
+    except (OSError, ValueError):
+        return 0
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
@@ -74,7 +126,7 @@ class Arena:
     def __init__(self, fd: int, slots: int, slot_bytes: int) -> None:
         self.fd, self.slots, self.slot_bytes = fd, slots, slot_bytes
         try:
-            self._map = mmap.mmap(fd, slots * slot_bytes)
+            self._view, self.address = _mapped(fd, slots * slot_bytes)
         except (OSError, ValueError, OverflowError) as error:
             os.close(fd)
             raise StoreFailed(
@@ -82,8 +134,6 @@ class Arena:
                 expected=f"{slots} x {slot_bytes:,} bytes",
                 hint=_HINT,
             ) from error
-        self._view = memoryview(self._map)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     @property
     def lasts(self) -> bool:
@@ -143,18 +193,37 @@ class Arena:
 
     def populate(self) -> bool:
         """Have all pages at hand: copying into fresh pages is several times slower. Changes no
-        byte; returns False where the kernel cannot."""
-        for offset in range(0, len(self), _STRETCH_BYTES):
+        byte; returns False where the kernel cannot.
+
+        In large pages, where they are to be had: all who map them do so at once, and a direct write
+        takes a fifth of the CPU time.
+        """
+        done = self._collapse(_large_page_bytes())
+        for offset in range(done, len(self), _STRETCH_BYTES):
             length = min(_STRETCH_BYTES, len(self) - offset)
             if _libc.madvise(self.address + offset, length, _POPULATE_WRITE) != 0:
                 return False
         return True
 
+    def _collapse(self, large_bytes: int) -> int:
+        """Bring the memory into large pages; returns up to where that could be done. Small pages
+        that somebody is using meanwhile stay what they are."""
+        if not large_bytes or self.address % large_bytes:
+            return 0
+        end = len(self) // large_bytes * large_bytes
+        for offset in range(0, end, large_bytes):
+            first = self.address + offset  # a large page is made where there is a small one
+            if _libc.madvise(first, PAGE_BYTES, _POPULATE_WRITE) != 0:
+                return offset
+            if _libc.madvise(first, large_bytes, _COLLAPSE) != 0:
+                if ctypes.get_errno() not in (errno.EAGAIN, errno.EBUSY):
+                    return offset
+                _libc.madvise(first, large_bytes, _POPULATE_WRITE)
+        return end
+
     def close(self) -> None:
         """Unmap and close. Views that somebody still holds keep the memory until they are gone."""
-        self._view.release()
-        # `munmap` takes a while for many pages, and Python calls it with the interpreter lock held
+        # unmapping many pages takes a while, and may come with the interpreter lock held
         _libc.madvise(self.address, len(self), mmap.MADV_DONTNEED)
-        with contextlib.suppress(BufferError):
-            self._map.close()
+        self._view.release()
         os.close(self.fd)

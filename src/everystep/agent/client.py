@@ -223,9 +223,9 @@ class Agent:
         """Tell all that a new agent must know, in the order in which the first one was told."""
         if self._begin is None:
             return
-        channel.send(self._begin)
-        if self._begin.replica:  # the slot may have been folded in: it is of no use any more
-            self._kept.clear()
+        channel.send(msgspec.structs.replace(self._begin, again=True))
+        if self._begin.replica and not self._begin.compacts:
+            self._kept.clear()  # the slot may have been folded in: it is of no use any more
         kept = list(self._kept.values())
         taken = [*self._kept, *([] if self._taken is None else [self._taken])]
         for message, fd in handed_over(kept, self._still, self._described, self._arena, taken):
@@ -268,7 +268,7 @@ class Agent:
             self._begin, self._began = begin, False
             self._still, self._described, self._places = None, None, None
             self._kept.clear()
-            self.log.begin(begin.buffer_bytes, mirrored=begin.replica)
+            self.log.begin(begin.buffer_bytes, mirrored=begin.replica and not begin.compacts)
             self._granted = self._taken = None
             self._send(begin)
         self._until_sent()

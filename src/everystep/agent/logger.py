@@ -16,7 +16,7 @@ from everystep.agent.rings import Queued, Rings
 from everystep.agent.writer import RETRY_S
 from everystep.errors import EverystepError, StoreError, StoreFailed
 from everystep.store.backend import Backend
-from everystep.store.log import Log, NewRecord
+from everystep.store.log import Appended, Log, NewRecord
 from everystep.store.logformat import LOGS, parse_log_path
 from everystep.store.segments import scan
 from everystep.types import StepRef
@@ -34,7 +34,7 @@ class Logger:
         guard: notified whenever there may be something to do.
         tell: takes messages for the trainer.
         rings: where records lie.
-        appended: called with each record that is durable, which it takes over.
+        appended: called with each record that is durable, which it takes over, and where it lies.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Logger:
         guard: threading.Condition,
         tell: Callable[[Struct], None],
         rings: Rings,
-        appended: Callable[[Queued], None],
+        appended: Callable[[Queued, Appended], None],
     ) -> None:
         self._begin, self._guard, self._tell = begin, guard, tell
         self._rings, self._appended = rings, appended
@@ -58,8 +58,12 @@ class Logger:
             world_size=begin.world_size,
         )
         self._written_of: p.OpenLog | None = None
+        self._ended = False
+        """The segment is to end with what was appended last."""
         self._waiting: collections.deque[Queued] = collections.deque()
         self._batch = 1
+        self._full_every = 0
+        """A segment ends with each step whose number is a multiple of this; 0: none does."""
         self._flush_up_to = 0
         self._hurry = self._stop = self._writing = False
         self._retry_at_s = 0.0
@@ -73,6 +77,8 @@ class Logger:
         """Act on what the trainer says of records."""
         if isinstance(message, p.Batch):
             self._batch = max(1, message.records)
+        elif isinstance(message, p.Persist):
+            self._full_every = message.steps
         else:  # all at once is wanted, or another layout follows, with which a batch ends
             self._flush()
         self._guard.notify_all()
@@ -129,8 +135,12 @@ class Logger:
         if self._tries_left <= 0 and self._stop:
             return False
         first = self._waiting[0].record.number
-        full = len(self._waiting) >= self._batch
+        full = len(self._waiting) >= self._batch or any(map(self._ends, self._waiting))
         return full or self._hurry or self._stop or first <= self._flush_up_to
+
+    def _ends(self, queued: Queued) -> bool:
+        """Whether a segment, and so a batch, ends with a record."""
+        return self._full_every > 0 and queued.record.step % self._full_every == 0
 
     def _next_batch(self) -> list[Queued]:
         """The oldest that wait, of one layout."""
@@ -141,6 +151,8 @@ class Logger:
             if batch and (one.opened is not batch[0].opened or nbytes > _MOST_BYTES):
                 break
             batch.append(one)
+            if self._ends(one):
+                break
         return batch
 
     def _append(self, batch: list[Queued]) -> None:
@@ -165,8 +177,9 @@ class Logger:
                 self._flush_up_to = max(self._flush_up_to, last.number)  # however few they are
                 return
             self._tries_left = _TRIES_AT_THE_END
-            for _ in batch:
-                self._appended(self._waiting.popleft())
+            for place in self._log.appended:
+                self._appended(self._waiting.popleft(), place)
+            self._ended = self._ends(batch[-1])
             self._tell(
                 p.Logged(
                     number=last.number,
@@ -179,15 +192,17 @@ class Logger:
 
     def _store(self, batch: list[Queued]) -> int:
         opened = batch[0].opened
-        if opened is not self._written_of:
+        if opened is not self._written_of or self._ended:
             base, after = opened.base, None
             if self._written_of is None:
                 base, after = self._before(batch[0].record.step, base)
             else:
                 with contextlib.suppress(StoreError):  # an index less
                     self._log.seal()
+            if self._ended and opened is self._written_of:
+                base = batch[0].record.step - 1
             self._log.begin(base, opened.layout, after)
-            self._written_of = opened
+            self._written_of, self._ended = opened, False
         views: list[memoryview] = []
         try:
             for record in (one.record for one in batch):

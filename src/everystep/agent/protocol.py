@@ -57,6 +57,10 @@ class Begin(Struct, tag=True, kw_only=True):
     """Fold the records as they come (`Rebase`, `Persist`, `Folded`); one slot is enough."""
     logs: bool = True
     """Append the records to the log."""
+    compacts: bool = False
+    """With `replica` and `logs`: fold what is in the log, and write full checkpoints of it."""
+    again: bool = False
+    """An agent before this one is gone, with whatever it was told and had not stored."""
     classes: dict[str, tuple[str, str]] = {}
     """Optimizers that are not torch's, for a replica: (module, name in it) by full name."""
     paths: list[str] = []
@@ -256,7 +260,8 @@ class NotLogged(Struct, tag=True, kw_only=True):
 
 
 class Persist(Struct, tag=True):
-    """Trainer: write the replica after every so many steps."""
+    """Trainer: write the replica after every so many steps, and let a segment of the log end there;
+    0: do not, from here on."""
 
     steps: int
 
@@ -289,6 +294,8 @@ class NotFolded(Struct, tag=True, kw_only=True):
 
     step: int
     reason: str
+    differs: bool = False
+    """The records of this step do not give what training had: a restart could not use them."""
 
 
 class Settle(Struct, tag=True):

@@ -1,5 +1,5 @@
-"""What becomes of the trainer's records in the agent: appended to the log, folded onto the replica,
-or both, in this order."""
+"""What becomes of the trainer's records in the agent: appended to the log, folded onto a copy of
+the state, or both, in this order."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from everystep.agent import protocol as p
+from everystep.agent.compaction import Compaction
 from everystep.agent.image import Image
 from everystep.agent.logger import Logger
 from everystep.agent.peers import Peers
@@ -20,12 +21,13 @@ from everystep.agent.rings import Queued, Rings
 from everystep.agent.slots import Slots
 from everystep.errors import EverystepError
 from everystep.store.backend import Backend
+from everystep.store.log import Appended
 from everystep.types import StepRef
 
 MESSAGES = (p.OpenLog, p.OpenRing, p.Record, p.Batch, p.Flush, p.Persist, p.Rebase)
 """Those of the trainer that are for `Records`."""
 
-Worker = Logger | Replica | Peers
+Worker = Logger | Replica | Compaction | Peers
 """Has threads, and may have something to do."""
 
 
@@ -52,7 +54,10 @@ class Records:
         self._logger: Logger | None = None
         self._peers: Peers | None = None
         self.replica: Replica | None = None
-        if begin.replica:
+        self.compaction: Compaction | None = None
+        if begin.compacts:
+            self.compaction = Compaction(backend, begin, guard, tell, wake)
+        elif begin.replica:
             self._peers = self._meet(Path(backend.abilities.location))
             beside = None if self._peers is None else self._peers.relay
             self.replica = Replica(backend, begin, self._rings, guard, tell, wake, beside)
@@ -72,7 +77,8 @@ class Records:
     @property
     def workers(self) -> list[Worker]:
         """All that have a thread, in the order in which they may end."""
-        return [one for one in (self._logger, self.replica, self._peers) if one is not None]
+        every = (self._logger, self.replica, self.compaction, self._peers)
+        return [one for one in every if one is not None]
 
     def take(self, message: Struct, fd: int | None) -> None:
         """Act on one of `MESSAGES`.
@@ -97,24 +103,31 @@ class Records:
             if self._logger is not None:
                 self._logger.add(queued)
             else:
-                self._appended(queued)
-        elif isinstance(message, p.Persist | p.Rebase):
-            if self.replica is not None:
-                self.replica.take(message)
-        elif self._logger is not None:
+                self._appended(queued, None)
+            return
+        if isinstance(message, p.Persist | p.Rebase) and self.keeper is not None:
+            self.keeper.take(message)
+        if self._logger is not None and not isinstance(message, p.Rebase):
             self._logger.take(message)
 
-    def _appended(self, queued: Queued) -> None:
-        """A record is durable, or need not be."""
+    @property
+    def keeper(self) -> Replica | Compaction | None:
+        """Who has a copy of the state."""
+        return self.replica or self.compaction
+
+    def _appended(self, queued: Queued, place: Appended | None) -> None:
+        """A record is durable, or (no place) need not be."""
         if self.replica is not None:
             self.replica.add(queued)
-        else:
-            self._rings.free(queued.record)
+            return
+        if self.compaction is not None and place is not None:
+            self.compaction.add(queued, place)
+        self._rings.free(queued.record)
 
     def sealed(self, index: int, image: Image, slots: Slots[Image]) -> None:
         """The trainer has filled a slot."""
-        if self.replica is not None:
-            self.replica.begin_from(index, image, slots)
+        if self.keeper is not None:
+            self.keeper.begin_from(index, image, slots)
 
     def drain(self, *, on: bool, is_alone: bool) -> None:
         """Make all durable at once from now on, or (`on=False`) as it comes again.
@@ -124,8 +137,8 @@ class Records:
         """
         if self._logger is not None:
             self._logger.drain(on=on)
-        if self.replica is not None:
-            self.replica.drain(on=on, is_alone=is_alone)
+        if self.keeper is not None:
+            self.keeper.drain(on=on, is_alone=is_alone)
         if self._peers is not None:
             self._peers.drain(on=on)
 

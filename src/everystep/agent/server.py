@@ -34,6 +34,7 @@ from everystep.store.local import LocalBackend
 from everystep.types import StepRef
 
 _TICK_S, _ORPHAN_S = 0.5, 30.0
+_EVENTS = (selectors.EVENT_READ, selectors.EVENT_READ | selectors.EVENT_WRITE)
 
 
 class Server:
@@ -78,8 +79,9 @@ class Server:
             listener.listen()
             self._selector.register(listener, selectors.EVENT_READ, None)
             while not self._done():
-                waits = any(channel.pending for channel in self._channels())
-                for key, _ in self._selector.select(0.01 if waits else _TICK_S):
+                for channel in self._channels():
+                    self._selector.modify(channel.fileno(), _EVENTS[channel.pending], channel)
+                for key, _ in self._selector.select(_TICK_S):
                     self._turn_to(key, listener)
                 self._act()
         finally:
@@ -114,13 +116,12 @@ class Server:
             return time.monotonic() >= self._born_s + _ORPHAN_S
         if self._leaving or self._told_bye:
             return True
-        now_s = time.monotonic()
         if self._ends_at_s is None:
-            self._ends_at_s = now_s + self._linger_s
+            self._ends_at_s = time.monotonic() + self._linger_s
         if not self._unsaved():  # nothing more will be written: others may
             self._lock.close()
             self._has_lock = False
-        return now_s >= self._ends_at_s
+        return time.monotonic() >= self._ends_at_s
 
     def _is_idle(self) -> bool:
         with self._guard:
@@ -197,8 +198,7 @@ class Server:
         self._drain(True)
 
     def _channels(self) -> list[Channel]:
-        keys = self._selector.get_map().values()
-        return [key.data for key in keys if key.data is not None]
+        return [key.data for key in self._selector.get_map().values() if key.data is not None]
 
     def _drain(self, on: bool) -> None:
         self._staging.drain(on=on, is_alone=self._owner is None)

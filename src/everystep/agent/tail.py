@@ -96,7 +96,7 @@ class Tail:
                 self._send(self._batch, None)
 
     def persist_every(self, steps: int) -> None:
-        """Have the replica written after every so many steps."""
+        """Have the replica written after every so many steps; 0: not any more."""
         with self._changed:
             if self._persist is None or self._persist.steps != steps:
                 self._persist = p.Persist(steps)
@@ -193,7 +193,7 @@ class Tail:
             return
         if isinstance(message, p.Logged):
             self.refusal = None
-        if self._mirrored and not isinstance(message, p.Folded):
+        if not isinstance(message, p.Folded if self._mirrored else p.Logged):
             return
         rings = {ring.number: ring for ring in self._rings}
         while self._kept and self._kept[0].record.number <= message.number:
@@ -220,6 +220,8 @@ class Tail:
             yield kept.record, None
         if self._opened is not None and self._opened is not opened:
             yield msgspec.structs.replace(self._opened, stale=self._mirrored), None
+        if not self._mirrored:  # all that the one before may have folded in is known by now
+            yield p.Rebase(), None
         yield p.Flush(), None  # somebody may be waiting for room
 
     def close(self) -> None:

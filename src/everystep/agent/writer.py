@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
 from msgspec import Struct
 
 from everystep.agent.image import Image
+from everystep.agent.measures import Measures
 from everystep.agent.protocol import Began, Begin, Diverged, Notice, NotStored, Stored
 from everystep.agent.slots import Slot, Slots
 from everystep.errors import Damaged, EverystepError, Missing, StoreError, StoreFailed
@@ -22,7 +22,7 @@ from everystep.store.format import DataFile, RankRecord
 from everystep.store.full import write_part
 from everystep.store.increments import Durable
 from everystep.store.local import LocalBackend
-from everystep.store.measured import KEPT_STEPS, Measure, MeasuredBy, Span, write_measures
+from everystep.store.measured import Measure, MeasuredBy, Span, write_lines
 from everystep.store.retention import Upkeep
 from everystep.store.run import Run, StepEntry
 from everystep.types import StepRef
@@ -98,9 +98,8 @@ class Writer:
         self.slots: Slots[Image] | None = None
         self._durable: Durable | None = None
         """The newest image of a replica that this thread has written."""
-        self._measures: dict[int, Measure] = {}
+        self._measures = Measures()
         self._measures_due_s = 0.0
-        self._written: dict[int, tuple[Stored, list[Span]]] = {}
         self._interval = Interval()
         self._steps_seen = 0
         self._last_seal_s: float | None = None
@@ -140,9 +139,7 @@ class Writer:
 
     def measured(self, measure: Measure) -> None:
         """Take what the trainer has measured of a step."""
-        self._measures[measure.step] = measure
-        while len(self._measures) > KEPT_STEPS:
-            del self._measures[next(iter(self._measures))]
+        self._measures.measured(measure)
 
     @property
     def alive(self) -> bool:
@@ -222,9 +219,7 @@ class Writer:
         spans = [Span("write", at_s - took_s, at_s)]
         if image.hashing is not None:
             spans.insert(0, Span("hash", *image.hashing))
-        self._written[step] = (stored, spans)
-        while len(self._written) > KEPT_STEPS:
-            del self._written[next(iter(self._written))]
+        self._measures.stored(stored, spans)
         self._tries_left = _TRIES_AT_THE_END
         self._choose_interval(written, took_s)
         self._tell(stored)
@@ -290,14 +285,10 @@ class Writer:
             return
         self._measures_due_s = time.monotonic() + _MEASURES_EVERY_S
         with self._guard:
-            measures = list(self._measures.values())
-        complete = []
-        for measure in measures:
-            stored, spans = self._written.get(measure.step, (None, []))
-            complete.append(_with_writing(measure, stored, spans))
-        if complete:
+            lines = self._measures.lines()
+        if lines:
             with contextlib.suppress(StoreError):
-                write_measures(self._backend, self._by, complete)
+                write_lines(self._backend, self._by, lines)
 
     def close(self) -> None:
         """End the thread once nothing is left that it can write. Call it without `guard`."""
@@ -308,18 +299,3 @@ class Writer:
         with contextlib.suppress(StoreError):
             self._upkeep.close()
         self._backend.release_spares()
-
-
-def _with_writing(measure: Measure, stored: Stored | None, spans: list[Span]) -> Measure:
-    if stored is None:
-        return measure
-    ended_s = measure.begun_s + measure.took_s
-    shifted = [Span(s.lane, s.start_s - measure.begun_s, s.stop_s - measure.begun_s) for s in spans]
-    rate = stored.written_bytes / stored.took_s if stored.took_s > 0 else None
-    changes = {
-        "written_bytes": stored.written_bytes,
-        "write_bytes_per_s": rate,
-        "durable_s": stored.at_s - ended_s,
-        "spans": [*measure.spans, *shifted],
-    }
-    return msgspec.structs.replace(measure, **changes)

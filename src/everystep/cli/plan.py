@@ -27,6 +27,8 @@ from everystep.cli.plan_auto import EXAMPLE as AUTO_EXAMPLE
 from everystep.cli.plan_auto import auto
 from everystep.cli.plan_deltas import EXAMPLE as DELTAS_EXAMPLE
 from everystep.cli.plan_deltas import deltas
+from everystep.cli.plan_shadow import EXAMPLE as SHADOW_EXAMPLE
+from everystep.cli.plan_shadow import shadow
 from everystep.cli.target import AsJson, path_text
 from everystep.errors import StoreError, UsageError
 from everystep.planning.hiding import Figures, Verdict, steps_between, verdict
@@ -67,6 +69,7 @@ class FullPlan(Struct, frozen=True, kw_only=True):
 plan = typer.Typer()
 plan.command("auto", epilog=AUTO_EXAMPLE)(auto)
 plan.command("deltas", epilog=DELTAS_EXAMPLE)(deltas)
+plan.command("shadow", epilog=SHADOW_EXAMPLE)(shadow)
 
 
 @plan.callback(invoke_without_command=True)

@@ -16,15 +16,15 @@ from everystep.cli.figures import (
     read_rate,
     read_seconds,
     read_size,
-    restarts_of,
     spoken_time,
 )
 from everystep.cli.output import Block, Column, Line, Output, Table, counted, size
 from everystep.cli.target import AsJson, path_text
 from everystep.errors import UsageError
-from everystep.planning.choosing import MARGIN, Name, Prediction, Verdict, choose
+from everystep.planning.choosing import LEAST, MARGIN, Name, Prediction, Verdict, choose
 from everystep.planning.facts import FOLD_BYTES_PER_S, HOST_SHARE, Facts
 from everystep.planning.failures import Mtbf, estimate_mtbf
+from everystep.store.restarts import restarts_of
 from everystep.store.run import Run
 
 EXAMPLE = (
@@ -129,7 +129,8 @@ def auto(
         steps, failed = len(measures), estimate_mtbf(*restarts_of(run, rank))
         given = _known(medians(measures), given)
     filled, assumed = _facts(given, failed, measured=name is not None)
-    more = {"on_device": not cpu, "world_size": ranks, "unrepeatable": unrepeatable}
+    excluded = {} if unrepeatable is None else dict.fromkeys(("deltas", "replica"), unrepeatable)
+    more = {"on_device": not cpu, "world_size": ranks, "excluded": excluded}
     facts = Facts(**filled, **more)  # type: ignore[arg-type]  # it checks them itself
     record = AutoPlan(
         run=name, measured_steps=steps, mtbf=failed if given["mtbf_s"] is None else None,
@@ -218,7 +219,10 @@ def blocks(record: AutoPlan) -> Iterator[Block]:
             yield Line(f"{strategy} is not possible: {found.impossible}", "yellow")
     often = f"one failure every {spoken_time(f.mtbf_s)}"
     yield Line(f"{often}; {f.host_share:.0%} of them take the host")
-    yield Line(f"a strategy in use is left where another saves {MARGIN:.0%} of its waste (--now)")
+    yield Line(
+        f"a strategy in use is left where another saves {MARGIN:.0%} of its waste, and "
+        f"{LEAST:.2%} of all time (--now)"
+    )
     for name in record.assumed:
         yield Line(f"assumed: {_ASSUMED[name]}", "yellow")
 

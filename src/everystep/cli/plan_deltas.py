@@ -17,7 +17,6 @@ from everystep.cli.figures import (
     read_rate,
     read_seconds,
     read_size,
-    restarts_of,
     spoken_time,
 )
 from everystep.cli.heat import draw_heat
@@ -25,6 +24,7 @@ from everystep.cli.output import Block, Line, Output, counted, size
 from everystep.cli.target import AsJson, path_text
 from everystep.errors import UsageError
 from everystep.planning import lowdiff
+from everystep.planning.closed_form import first_order
 from everystep.planning.failures import Mtbf, estimate_mtbf
 from everystep.planning.intervals import (
     LONGEST_CHAIN,
@@ -34,10 +34,10 @@ from everystep.planning.intervals import (
     Waste,
     broken,
     choose,
-    first_order,
     predict,
     rhythm,
 )
+from everystep.store.restarts import restarts_of
 from everystep.store.run import Run
 
 EXAMPLE = (
@@ -99,6 +99,7 @@ _Sync = Annotated[str | None, quantity("--sync", "Of each write, besides its byt
 _FullStall = Annotated[str | None, quantity("--full-stall", "Stall of a full.", "TIME")]
 _BatchStall = Annotated[str | None, quantity("--batch-stall", "Stall of a write.", "TIME")]
 _RecordStall = Annotated[str | None, quantity("--record-stall", "Stall of a capture.", "TIME")]
+_Fold = Annotated[str | None, quantity("--fold", "Of a step, where the agent makes fulls.", "TIME")]
 _HostShare = Annotated[float, typer.Option(help="Failures that take the host.", min=0, max=1)]
 _StorageBudget = Annotated[
     str | None, quantity("--storage-budget", "Room for two fulls with deltas.", "SIZE")
@@ -124,6 +125,7 @@ def deltas(
     full_stall: _FullStall = None,
     batch_stall: _BatchStall = None,
     record_stall: _RecordStall = None,
+    fold: _Fold = None,
     host_share: _HostShare = 1.0,
     storage_budget: _StorageBudget = None,
     memory_budget: _MemoryBudget = None,
@@ -148,13 +150,15 @@ def deltas(
         "full_stall_s": read_seconds("--full-stall", full_stall),
         "batch_stall_s": read_seconds("--batch-stall", batch_stall),
         "record_stall_s": read_seconds("--record-stall", record_stall),
-        "host_share": host_share,
+        "host_share": host_share, "fold_s": read_seconds("--fold", fold),
     }  # fmt: skip
     limits = Limits(
         disk_share=disk_share, storage_bytes=read_size("--storage-budget", storage_budget),
         memory_bytes=read_size("--memory-budget", memory_budget),
     )  # fmt: skip
     measured = _measured(from_run, rank) if from_run is not None else _Measured()
+    if fold is not None:  # a full that the agent makes stalls nothing
+        measured.known["full_stall_s"] = 0.0
     given = {k: measured.known.get(k) if v is None else v for k, v in given.items()}
     record = _plan(given, limits, measured, full_every, batch)
     Output(as_json).show(record, blocks(record))
@@ -227,7 +231,7 @@ def _plan(
             assumed.remove("mtbf_s")
     write_s = (given["state_bytes"] or 0) / (given["write_bytes_per_s"] or 1)
     filled = {k: (write_s if k == "load_s" else 0.0) if v is None else v for k, v in given.items()}
-    costs = Costs(**filled)  # type: ignore[arg-type]  # it checks them itself
+    costs = Costs(**{**filled, "fold_s": given["fold_s"]})  # type: ignore[arg-type]  # it checks them itself
     choice = choose(costs, limits, full_every=full_every, batch=batch)
     numbers = {"full_every": full_every, "batch": batch}
     fixed = [name for name, number in numbers.items() if number is not None]
@@ -334,6 +338,8 @@ def _why_fulls(record: DeltasPlan, f: int, b: int) -> str:
     fewer = f - b if f > b else f - 1
     if fewer and broken(c, limits, fewer, b) == "disk":
         return f"fulls: more often would be more than {limits.disk_share:.0%} of storage's time"
+    if fewer and broken(c, limits, fewer, b) == "agent":
+        return "fulls: as often as the agent that makes them can fold and write (--fold)"
     if broken(c, limits, f + b, b) == "storage":
         return "fulls: less often, two of them and their deltas would not fit (--storage-budget)"
     if f + b > LONGEST_CHAIN:

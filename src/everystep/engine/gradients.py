@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from everystep.deltas.hooks import known_now
+from everystep.deltas.known import Known
 from everystep.engine.capture import versions_of
 from everystep.engine.taken import Taken, as_taken, owns_memory
 from everystep.state import raw
@@ -27,7 +28,6 @@ _LOOKED_AT = 64
 
 _params = operator.itemgetter("params")
 _gradient = operator.attrgetter("grad")
-_requires_grad = operator.attrgetter("requires_grad")
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -98,6 +98,7 @@ class Source:
         self.options = Options(name, optimizer)
         self._take, self._done = take, done
         self._last: list[weakref.ref[torch.Tensor]] = []
+        self._last_ids: set[int] = set()
         self._last_versions: list[int] = []
         self._sample: tuple[torch.Tensor, int] | None = None
         self._looks: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -162,7 +163,8 @@ class Source:
         """It updates other parameters from now on."""
         self.parameters = parameters_of(self.optimizer)
         self._sharded = any(map(is_dtensor, self.parameters))
-        self._last, self._last_versions, self._replaced, self._owned = [], [], 0, False
+        self._last, self._last_ids, self._last_versions = [], set(), []
+        self._replaced, self._owned = 0, False
         self.note(places=True)
 
     def taken(self) -> Taken:
@@ -171,28 +173,35 @@ class Source:
         present = [gradient for gradient in whole if gradient is not None]
         scale = self.scale()
         lasting = self._lasting(present) and scale is None  # fused kernels unscale in place
-        told, known = known_now(), {}
-        matches = map(told.get, self.parameters) if told else ()  # type: ignore[arg-type]
-        for position, found in enumerate(matches):
-            gradient = whole[position]
-            if found is None or gradient is None:
-                continue
-            if lasting:
-                known[position] = found
-            elif found.holds(gradient):  # a write through .data is seen in the values alone
-                values = torch.take(gradient.detach(), found.indices.long())
-                known[position] = found._replace(values=values)
+        known: Mapping[Any, Known] = known_now()
+        if not lasting:
+            known = self._confirmed(known)
         local, versions = whole, self._last_versions
-        if set(map(type, present)) != {torch.Tensor} or any(map(_requires_grad, present)):
+        if set(map(type, present)) != {torch.Tensor}:
             local = [None if grad is None else _local(grad) for grad in whole]
             versions = versions_of(grad for grad in local if grad is not None)
-        return Taken(self.name, local, versions, known, lasting, self.distrust, scale=scale)
+        return Taken(
+            self.name, self.parameters, local, versions, known, lasting, self.distrust, scale=scale
+        )
+
+    def _confirmed(self, told: Mapping[Any, Known]) -> dict[Any, Known]:
+        """What still holds, with the values that are there now."""
+        found = {}
+        for parameter in self.parameters if told else ():
+            its, gradient = told.get(parameter), parameter.grad
+            if its is not None and gradient is not None and its.holds(gradient):
+                # a write through .data is seen in the values alone
+                values = torch.take(gradient.detach(), its.indices.long())
+                found[parameter] = its._replace(values=values)
+        return found
 
     def _lasting(self, present: Sequence[torch.Tensor]) -> bool:
-        alive = {id(grad) for ref in self._last if (grad := ref()) is not None}
-        again = not alive.isdisjoint(map(id, present))
+        ids = set(map(id, present))
+        again = False
+        if not ids.isdisjoint(self._last_ids):  # or the address is another tensor's by now
+            again = any(id(grad) in ids for ref in self._last if (grad := ref()) is not None)
         self._replaced = 0 if again or not self._last else self._replaced + 1
-        self._last = list(map(weakref.ref, present))
+        self._last, self._last_ids = list(map(weakref.ref, present)), ids
         self._last_versions = versions_of(present)
         if self._sample is not None and self._sample[0]._version != self._sample[1]:
             self._distrusted = True

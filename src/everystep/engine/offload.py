@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -279,13 +279,12 @@ class Engine:
         """How often the tensors of each task with parameters or buffers have been written. Those of
         slots are noted a moment later, by the thread beside training: hardly anybody but an
         optimizer writes them, and to look at many tensors takes time."""
-        known, found = captured.versions, {}
+        found: dict[int, list[int]] = {}
         for task in (*self._volatile, *self._tasks):
             if id(task) in self._counted:
-                versions = [known[place] for place in self._counted[id(task)]]
-                counted = [version for version in versions if version is not None]
-                complete = len(counted) == len(versions)
-                found[id(task)] = counted if complete else versions_of(task.live)
+                seen = list(map(captured.versions.__getitem__, self._counted[id(task)]))
+                complete = None not in seen
+                found[id(task)] = cast("list[int]", seen) if complete else versions_of(task.live)
         return found
 
     def _proof(self, captured: Captured) -> Callable[[], str | None]:

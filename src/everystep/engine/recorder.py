@@ -88,8 +88,9 @@ class Recorder:
         self._device, self._shares = accelerator(objects), shares or Shares(objects, ranks)
         self._chained, self._slices, self._versions, self._told = chained, slices, versions, told
         self._plain = plain
-        self._recapture = Recapture(objects, ranks.world_size, versions=False)
         self._beside = Beside(objects.extras)
+        size, left_out = ranks.world_size, self._beside.left_out
+        self._recapture = Recapture(objects, size, versions=False, left_out=left_out)
         self._keys: set[str] = set()
         self._rota: Rota | None = None
         self._proved: list[torch.Tensor] = []
@@ -105,9 +106,8 @@ class Recorder:
             for optimizer in objects.optimizers.values()
         )
         self._draws = Draws(objects.extras.values()) if foreign else None  # torch's draw nothing
-        self._moved = False
+        self._moved, self._ended = False, 0
         self._alone, self._safe = ranks.world_size == 1, 0
-        self._ended = 0
         self._steps: collections.deque[tuple[Step, Future[None]]] = collections.deque()
         # the log may keep one of them waiting
         self._thread = ThreadPoolExecutor(1, "everystep-delta")

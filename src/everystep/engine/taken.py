@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,12 +33,13 @@ class Taken:
     """One call of an optimizer's `step()`, as it begins."""
 
     optimizer: str
+    parameters: Sequence[torch.Tensor]
     gradients: list[torch.Tensor | None]
-    """Local parts where sharded."""
+    """Parallel to the parameters; local parts where sharded."""
     versions: list[int]
     """Of those that are there, in order."""
-    known: dict[int, Known]
-    """By position, what a compression hook knew of the gradient; where it is `lasting`, whether
+    known: Mapping[Any, Known]
+    """By parameter, what a compression hook knew of the gradient; where it is `lasting`, whether
     that still holds is to be asked."""
     lasting: bool
     """Whether the gradients stay as they are when training goes on: twice already it made new ones
@@ -94,8 +96,8 @@ def code(
         taken.distrust()
         raise StoreFailed("gradients share memory with other tensors, and did not before")
     coded = []
-    for position, (gradient, one) in enumerate(zip(taken.gradients, parameters, strict=True)):
-        known = taken.known.get(position)
+    for whose, gradient, one in zip(taken.parameters, taken.gradients, parameters, strict=True):
+        known = taken.known.get(whose)
         if gradient is None:
             coded.append(ABSENT)
         elif known is not None and not taken.lasting:
@@ -106,7 +108,7 @@ def code(
             # a write through .data leaves no trace but the values themselves
             sure = known is not None and known.holds(gradient)
             indices = known.indices.cpu() if known is not None and sure else None
-            host = _on_host(gradient, device)
+            host = _on_host(gradient.detach() if gradient.requires_grad else gradient, device)
             coded.append(encode(host, one.start, one.stop, indices=indices, plain=plain))
     if not taken.lasting:
         taken.gradients = []
@@ -116,7 +118,7 @@ def code(
             else one
             for one in coded
         ]
-    taken.known = {}
+    taken.known, taken.parameters = {}, ()
     return coded
 
 

@@ -8,7 +8,7 @@ function of its arguments, so that ranks with the same facts choose alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 from msgspec import Struct
@@ -27,6 +27,9 @@ NAMES: tuple[Name, ...] = ("full", "replica", "deltas")
 
 MARGIN = 0.1
 """Share of its waste that another strategy must save before the one in use is left."""
+
+LEAST = 1e-4
+"""Share of all time that it must save besides: nine seconds a day."""
 
 _AT_ONCE = 1e30
 """Bytes per second of storage that takes no time."""
@@ -83,14 +86,15 @@ def choose(facts: Facts, now: Name | None = None) -> Verdict:
     Args:
         facts: of the slowest rank (`slowest`), so that all ranks choose alike.
         now: the strategy in use. It is left only where it has become impossible, or where
-            another saves the share `MARGIN` of its waste.
+            another saves the share `MARGIN` of its waste, and `LEAST` of all time.
 
     Raises:
         UsageError: host memory has no room for any of them.
     """
     predicted: dict[Name, Prediction] = {
-        "full": _full(facts), "deltas": _deltas(facts), "replica": _replica(facts),
-    }  # fmt: skip
+        name: _impossible(facts.excluded[name]) if name in facts.excluded else find(facts)
+        for name, find in _FOUND_BY.items()
+    }
     best = min(NAMES, key=lambda name: predicted[name].wasted_share)
     if predicted[best].impossible is not None:
         problem = f"no strategy is possible: {predicted['full'].impossible}"
@@ -98,7 +102,7 @@ def choose(facts: Facts, now: Name | None = None) -> Verdict:
     chosen = best
     if now is not None and predicted[now].impossible is None:
         saved = predicted[now].wasted_share - predicted[best].wasted_share
-        if saved <= MARGIN * predicted[now].wasted_share:
+        if saved <= max(MARGIN * predicted[now].wasted_share, LEAST):
             chosen = now
     reason = _reason(chosen, best, predicted)
     return Verdict(strategy=chosen, reason=reason, predicted=predicted)
@@ -200,8 +204,6 @@ def full_at(facts: Facts, every: int, slots: int) -> Prediction:
 
 
 def _deltas(facts: Facts) -> Prediction:
-    if facts.unrepeatable is not None:
-        return _impossible(facts.unrepeatable)
     record, state = facts.record_bytes, facts.state_bytes
     short = _no_room(facts, "two states and two records", 2 * (state + record))
     if short is not None:
@@ -258,8 +260,7 @@ def _settle(facts: Facts, costs: Costs, limits: Limits) -> Choice:
 
 
 def _replica(facts: Facts) -> Prediction:
-    if facts.unrepeatable is not None:
-        return _impossible(facts.unrepeatable)
+    facts = facts.mirrored()
     record, state = facts.record_bytes, facts.state_bytes
     short = _no_room(facts, "the state and two steps' gradients", state + 2 * record)
     if short is not None:
@@ -284,6 +285,7 @@ def replica_at(facts: Facts, every: int, records: int) -> Prediction:
         every: steps from one written copy to the next.
         records: of steps for which memory has room.
     """
+    facts = facts.mirrored()
     write_s, fold_s, own_s = facts.write_s, facts.refold_s, facts.step_s + facts.record_s
     held_s = max(0.0, _standstill_s(facts) - (records + 1) * own_s)
     step_s = max(own_s + held_s / every, fold_s + write_s / every)
@@ -332,6 +334,13 @@ def _every() -> Iterator[int]:
         steps = max(steps + 1, steps * 6 // 5)
 
 
+_FOUND_BY: dict[Name, Callable[[Facts], Prediction]] = {
+    "full": _full,
+    "deltas": _deltas,
+    "replica": _replica,
+}
+
+
 # ---------------------------------------------------------------- words
 
 
@@ -339,7 +348,7 @@ def _reason(chosen: Name, best: Name, predicted: dict[Name, Prediction]) -> str:
     """What was chosen and why, in one line."""
     told = [f"{chosen}, {_settings(chosen, predicted[chosen])}: {_share_words(predicted[chosen])}"]
     if best != chosen:
-        told.append(f"{best} would save less than {MARGIN:.0%} of it")
+        told.append(f"{best} would save too little")
     others = [name for name in predicted if name != chosen]
     others.sort(key=lambda name: predicted[name].wasted_share)
     for name in others:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from everystep.errors import UsageError
 from everystep.planning.hiding import Figures, verdict
@@ -61,8 +62,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     """False: training runs in host memory."""
     world_size: int = 1
     """Ranks. With more than one, fulls among deltas come at powers of two."""
-    unrepeatable: str | None = None
-    """Why steps cannot be done again from their gradients; None: they can."""
+    excluded: dict[str, str] = {}
+    """Strategies that are out of the question, by name, and why."""
 
     def __post_init__(self) -> None:
         for name in ("state_bytes", "gradient_bytes", "window_s", "offload_bytes_per_s"):
@@ -77,6 +78,10 @@ class Facts(Struct, frozen=True, kw_only=True):
         _require(self.delta_bytes is None or self.delta_bytes > 0, "delta_bytes", self.delta_bytes)
         _require(self.mtbf_s > 0, "mtbf_s", self.mtbf_s)
         _require(0 <= self.host_share <= 1, "host_share", self.host_share)
+
+    def mirrored(self) -> Facts:
+        """As a replica finds them: gradients are handed over as they are, compressed or not."""
+        return replace(self, delta_bytes=None)
 
     @property
     def step_s(self) -> float:
@@ -168,8 +173,12 @@ def slowest(facts: Sequence[Facts]) -> Facts:
         facts: of each rank, at least one.
     """
     least = {"mtbf_s", "host_memory_bytes"}
-    worst: dict[str, object] = {}
+    worst: dict[str, object] = {"excluded": {}}
+    for one in reversed(facts):  # where several say why, the first rank does
+        worst["excluded"] = {**worst["excluded"], **one.excluded}  # type: ignore[dict-item]
     for name in Facts.__struct_fields__:
+        if name in worst:
+            continue
         known = [value for one in facts if (value := getattr(one, name)) is not None]
         is_best = name in least or name.endswith("_bytes_per_s")
         worst[name] = (min if is_best else max)(known) if known else None

@@ -15,6 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from everystep.errors import UsageError
+from everystep.planning.persisting import DISK_SHARE
 
 LONGEST_CHAIN = 100_000
 """Steps from one full to the next are never more."""
@@ -60,10 +61,17 @@ class Costs(Struct, frozen=True, kw_only=True):
     """By how much each delta does: capture. `c(B) = batch_stall_s + B record_stall_s`."""
     full_stall_s: float = 0.0
     """By how much a full does; 0: it hides whole."""
+    fold_s: float | None = None
+    """The agent folds a step that is durable, and so makes the fulls, which hold up nothing. None:
+    training takes them."""
 
     def __post_init__(self) -> None:
+        if self.fold_s is not None and self.full_stall_s:
+            raise UsageError("fold_s and full_stall_s: a full that the agent makes stalls nothing")
         for name in self.__struct_fields__:
             value = getattr(self, name)
+            if value is None:
+                continue
             positive = name in ("step_s", "state_bytes", "delta_bytes", "write_bytes_per_s")
             least_ok = value > 0 if positive or name == "mtbf_s" else value >= 0
             finite = value < math.inf or (name == "mtbf_s" and value == math.inf)
@@ -123,7 +131,8 @@ class Rhythm(NamedTuple):
     batch_lag_s: float
     """From the end of a batch until it is durable, as a step meets it on the mean."""
     full_lag_s: float
-    """The same of a full, which is written when no batch waits."""
+    """The same of a full, which is written when no batch waits; by the agent, when it has folded
+    the step."""
 
 
 def rhythm(costs: Costs, full_every: int, batch: int) -> Rhythm:
@@ -144,7 +153,10 @@ def rhythm(costs: Costs, full_every: int, batch: int) -> Rhythm:
     delta_s = costs.delta_bytes / costs.write_bytes_per_s
     idle_share = 1 - (writes * costs.sync_s + full_every * delta_s) / cycle_s
     alone_s = costs.state_bytes / costs.write_bytes_per_s / idle_share
-    full_lag_s = max(alone_s, costs.sync_s + min(batch, full_every) * delta_s)
+    batch_lag_s = costs.sync_s + min(batch, full_every) * delta_s
+    full_lag_s = max(alone_s, batch_lag_s)
+    if costs.fold_s is not None:
+        full_lag_s = batch_lag_s + costs.fold_s + alone_s
     return Rhythm(cycle_s, steps, costs.sync_s + steps * delta_s, full_lag_s)
 
 
@@ -223,37 +235,6 @@ def _mean_exp(x: float, count: int) -> float:
     return math.expm1(x * count) / (count * math.expm1(x)) if x * count < 700 else math.inf
 
 
-class Relaxed(NamedTuple):
-    """An optimum that knows neither whole steps nor limits; infinite: the more the better."""
-
-    full_every_steps: float
-    batch_steps: float
-
-
-def first_order(costs: Costs) -> Relaxed:
-    """The closed form, to first order in 1/M, of what `choose` finds by search.
-
-    The waste has `v / (t F) + R F / (2 M)` in F (v: the visible cost of a full), so
-    `F* = sqrt(2 v M / (t R))`: as in the rule of Young and Daly, with R / t for the rate at which
-    work is lost. It has `c / (t B) + h (t - R) (1/2 + D / (W t)) B / M` in B (c: the visible cost
-    of a write, h: the share of failures that take the host): a step more that is lost is one less
-    to be replayed. So `B* = sqrt(c M / (h t (t - R) (1/2 + D / (W t))))`. How B changes the lag of
-    fulls is left out.
-    """
-    t, replay_s = costs.step_s, costs.replay_s
-    lag = 0.5 + costs.delta_bytes / (costs.write_bytes_per_s * t)
-    return Relaxed(
-        _root(2 * costs.full_stall_s, t * replay_s, costs.mtbf_s),
-        _root(costs.batch_stall_s, costs.host_share * t * (t - replay_s) * lag, costs.mtbf_s),
-    )
-
-
-def _root(paid: float, per_failure: float, mtbf_s: float) -> float:
-    if paid == 0:
-        return 0.0
-    return math.sqrt(paid * mtbf_s / per_failure) if per_failure > 0 else math.inf
-
-
 # ---------------------------------------------------------------- the choice
 
 
@@ -297,17 +278,36 @@ class Choice(Struct, frozen=True):
 
 
 def broken(costs: Costs, limits: Limits | None, full_every: int, batch: int) -> str | None:
-    """The limit that a choice does not respect: `disk`, `storage` or `memory`; None: it does."""
+    """The limit that a choice does not respect: `disk`, `storage`, `memory` or `agent`; None: it
+    does. See `least_by_agent` for the last."""
     limits = limits or Limits()
     batch = min(batch, full_every)
     if disk_load(costs, full_every, batch) > limits.disk_share:
         return "disk"
+    if full_every < least_by_agent(costs):
+        return "agent"
     kept_bytes = 2 * (costs.state_bytes + full_every * costs.delta_bytes)
     if limits.storage_bytes is not None and kept_bytes > limits.storage_bytes:
         return "storage"
     if limits.memory_bytes is not None and 2 * batch * costs.delta_bytes > limits.memory_bytes:
         return "memory"
     return None
+
+
+def least_by_agent(costs: Costs) -> float:
+    """The fewest steps from one full to the next that an agent can keep to which makes them.
+
+    As for a replica (`persisting`): writing its copy must not keep storage busy for more than
+    `DISK_SHARE` of the time, and in half of the time that folding F steps leaves, F (t - f), it
+    must be written, S / W, since it stands still meanwhile. Infinite: folding takes longer than
+    training.
+    """
+    if costs.fold_s is None:
+        return 0.0
+    write_s = costs.state_bytes / costs.write_bytes_per_s
+    spare_s = costs.step_s - costs.fold_s
+    behind = 2 * write_s / spare_s if spare_s > 0 else math.inf
+    return max(write_s / (DISK_SHARE * costs.step_s), behind)
 
 
 def choose(
@@ -357,6 +357,7 @@ def _best_full_every(costs: Costs, limits: Limits, batch: int) -> int | None:
     write = costs.write_bytes_per_s
     idle_s = limits.disk_share * costs.step_s - costs.sync_s / batch - costs.delta_bytes / write
     least = costs.state_bytes / write / idle_s if idle_s > 0 else math.inf
+    least = max(least, least_by_agent(costs))
     most = LONGEST_CHAIN
     if limits.storage_bytes is not None:
         most = min(most, (limits.storage_bytes // 2 - costs.state_bytes) // costs.delta_bytes)
@@ -365,7 +366,7 @@ def _best_full_every(costs: Costs, limits: Limits, batch: int) -> int | None:
     low, high = max(math.ceil(least / batch), 1), most // batch
     if low > high:
         return None
-    if broken(costs, limits, low * batch, batch) == "disk" and low < high:
+    if broken(costs, limits, low * batch, batch) in ("disk", "agent") and low < high:
         low += 1  # the quotient was rounded
     while low < high:
         middle = (low + high) // 2
@@ -389,6 +390,7 @@ def _impossible(
         "disk": ("storage is too slow", "fewer or smaller deltas, or faster storage"),
         "storage": ("the storage budget is too small for two fulls and their deltas", "more of it"),
         "memory": ("two batches do not fit into memory", "smaller batches, or more memory"),
+        "agent": ("the agent folds or writes too slowly", "fulls that training takes"),
     }
     problem, hint = words[why or "disk"]
     return UsageError(f"no choice respects the limits: {problem}", hint=hint)

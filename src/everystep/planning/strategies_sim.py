@@ -98,6 +98,8 @@ def simulate(
             process_failures=found.process_failures,
             host_failures=found.host_failures,
         )
+    if name == "replica":
+        facts = facts.mirrored()
     stretch = _Fulls(facts, settings) if name == "full" else _Replicas(facts, settings)
     run = _Run(facts, stretch)
     for failure in chain(failures, [Failure(math.inf)]):

@@ -1,12 +1,15 @@
-"""Optimizer classes that are not torch's, as another process can have them: by module and name."""
+"""What another process needs to do this one's steps again: optimizer classes that are not torch's,
+by module and name, and parameters whose arithmetic is the host's."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from everystep.errors import CannotRestore
@@ -22,6 +25,19 @@ def names_of(kinds: Iterable[type[Optimizer]]) -> Names:
         for kind in kinds
         if not kind.__module__.startswith("torch.")
     }
+
+
+def search_paths() -> list[str]:
+    """Where this process finds modules."""
+    return [os.path.abspath(path) for path in sys.path]
+
+
+def elsewhere(parameters: Iterable[torch.Tensor]) -> str | None:
+    """Why the host would not come to the same bits; None: it would."""
+    kind = next((p.device.type for p in parameters if p.device.type != "cpu"), None)
+    if kind is None:
+        return None
+    return f"kernels on {kind} give other bits than the host's, where steps are done again"
 
 
 def unfit(kinds: Iterable[type[Optimizer]]) -> str | None:

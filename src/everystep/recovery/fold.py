@@ -19,7 +19,7 @@ from everystep.deltas.delta import Stored
 from everystep.errors import Damaged
 from everystep.recovery.blocks import Work, can_be_cut, fold_blocks, has_all_slots, moved
 from everystep.recovery.joined import Ready, is_beside, join, tensor_of
-from everystep.recovery.proof import Prover, Step, hashes
+from everystep.recovery.proof import Hasher, Prover, Step
 from everystep.recovery.replay import Call, Options, Replay, parameter_over
 from everystep.recovery.stored import keys_of, placed, plain, references, row_major
 from everystep.recovery.threads import intra_op_threads
@@ -132,7 +132,7 @@ class Folding:
         self.tensors = {
             key: placed(tensors[key], spec) for key, spec in specs.items() if key in tensors
         }
-        self._prover = Prover()
+        self._prover, self._hasher = Prover(), Hasher()
         self._last: int | None = None
         self._next_options: dict[str, Options] = {}
         """By optimizer: what was set after its last update, and not used yet."""
@@ -249,7 +249,8 @@ class Folding:
         self._take_over(ready)
         told = self._prover.expected(ready.step, self.specs)
         expected = {key: one for key, one in told.items() if key in self.tensors}
-        wrong = self._prover.differing(ready.step, expected, hashes(self.tensors, expected))
+        found = self._hasher.hashes(self.tensors, expected)
+        wrong = self._prover.differing(ready.step, expected, found)
         if wrong:
             raise min(wrong).error()
 
@@ -265,7 +266,8 @@ class Folding:
             self._take_over(ready)
             told = self._prover.expected(ready.step, self.specs)
             still = {key: one for key, one in told.items() if key not in in_blocks}
-            wrong += self._prover.differing(ready.step, told, hashes(self.tensors, still))
+            found = self._hasher.hashes(self.tensors, still)
+            wrong += self._prover.differing(ready.step, told, found)
             expected.append(told)
         calls: list[dict[str, list[Call]]] = []
         for ready in waiting:
@@ -274,8 +276,7 @@ class Folding:
                 by_name.setdefault(call.optimizer, []).append(call)
             calls.append(by_name)
         work = Work(calls, expected, waiting[0].layout.slices)
-        found = fold_blocks(self._replays, work, slots, self._threads)
-        for index, key, value in found:
+        for index, key, value in fold_blocks(self._replays, work, slots, self._threads):
             step = waiting[index].step
             wrong += self._prover.differing(step, expected[index], [(key, value)])
         if wrong:

@@ -12,7 +12,7 @@ from everystep.errors import LayoutMismatch
 from everystep.state import raw
 from everystep.state.form import check_form
 from everystep.store.format import RankRecord
-from everystep.store.reading import Located, StepReader, locate
+from everystep.store.reading import Located, Reading, StepReader, locate
 from everystep.store.run import Run, StepEntry
 from everystep.types import TensorSpec
 
@@ -48,7 +48,8 @@ def read_part(
     """Read one rank's state of a step and prove every byte of it.
 
     Args:
-        fits: called with the record before any tensor is read; raises if it is of no use.
+        fits: called with the record before a tensor is made or read from the store; raises if it
+            is of no use.
         progress: called with the number of bytes just read, from any thread.
         wanted: which tensors to read.
         lend: may give bytes of what is only copied from here: parameters, buffers and what is
@@ -64,39 +65,51 @@ def read_part(
         raise LayoutMismatch(f"step {entry.ref} has no rank {rank}", found=sorted(records))
     record = records[rank]
     check_form(record.tree, {tensor.spec.key for tensor in record.tensors})
-    if fits is not None:
-        fits(record)
     tensors: dict[str, torch.Tensor] = {}
-    located = [place for place in locate(records, rank) if wanted(place.tensor.spec)]
-    reader = StepReader(run.backend, entry, records)
-    targets = {} if lend is None else standing(record)
-    lent = {} if lend is None else _lent(reader, located, lend, targets)
 
-    def buffer_for(spec: TensorSpec) -> memoryview:
-        if spec.key in lent:
-            view = lent[spec.key]
-            tensors[spec.key] = raw.over(view, spec)
-        else:
-            tensors[spec.key], view = raw.empty_for(spec)
+    def new(spec: TensorSpec) -> memoryview:
+        tensors[spec.key], view = raw.empty_for(spec)
         return view
 
-    reader.read(located, buffer_for, progress)
-    return Proved(record, tensors, {key: targets[key] for key in lent if key in targets})
+    left = [place for place in locate(records, rank) if wanted(place.tensor.spec)]
+    targets: Mapping[str, torch.Tensor] = {}
+    with StepReader(run.backend, entry, records).reading(progress) as reading:
+        if lend is not None:  # what lies in memory is being proved while the rest is thought about
+            left = _prove_lent(reading, left, lend, _is_of_model, tensors)
+        if fits is not None:
+            fits(record)
+        if lend is not None:
+            targets = standing(record)
+            left = _prove_lent(reading, left, lend, targets.__contains__, tensors)
+            targets = {key: target for key, target in targets.items() if key in tensors}
+        reading.begin(left, new)
+    return Proved(record, tensors, targets)
 
 
-def _lent(
-    reader: StepReader,
+def _is_of_model(key: str) -> bool:
+    return key.startswith("/models/")
+
+
+def _prove_lent(
+    reading: Reading,
     located: Sequence[Located],
     lend: Lend,
-    standing: Mapping[str, torch.Tensor],
-) -> dict[str, memoryview]:
-    """Bytes of parameters, buffers and what is standing that are in memory already, by key."""
-    lent = {}
+    is_copied: Callable[[str], bool],
+    tensors: dict[str, torch.Tensor],
+) -> list[Located]:
+    """Begin to prove what is in memory already where it lies; returns what is left to be read.
+
+    Args:
+        is_copied: whether the tensor of a key is only copied from there.
+        tensors: gets those that are lent, by key.
+    """
+    asked: list[Located] = []
+    others: list[Located] = []
     for one in located:
+        (asked if is_copied(one.tensor.spec.key) else others).append(one)
+    lent, left = reading.begin_in_place(asked, lend)
+    for one in asked:
         spec = one.tensor.spec
-        is_copied = spec.key.startswith("/models/") or spec.key in standing
-        place = reader.place_of(one) if is_copied and spec.nbytes else None
-        view = None if place is None else lend(*place, spec.nbytes)
-        if view is not None:
-            lent[spec.key] = view
-    return lent
+        if spec.key in lent:
+            tensors[spec.key] = raw.over(lent[spec.key], spec)
+    return others + left

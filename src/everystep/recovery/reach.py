@@ -42,8 +42,8 @@ class How(NamedTuple):
     """How a rank's part of a step is read."""
 
     fits: Callable[[RankRecord], None] | None = None
-    """Called with the full checkpoint's record before any tensor is read; raises if it is of no
-    use."""
+    """Called with the full checkpoint's record before a tensor is made or read from the store;
+    raises if it is of no use."""
     progress: Progress | None = None
     """Called with the number of bytes just read, from any thread."""
     folded: Progress | None = None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import logging
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -91,10 +93,12 @@ def restore(
         chain = plan.chain
         if chain is None:
             break
-        proved, error = _try(run, chain, objects, ranks, strict, lend)
+        with _uncollected(chain):
+            proved, error = _try(run, chain, objects, ranks, strict, lend)
         reasons = _agree(ranks, error, blamed(chain, error, Excluded()) if error else Excluded())
         if not any(reason for reason, _ in reasons):
-            _apply(objects, proved, ranks, strict, copy)
+            with _uncollected(chain):
+                _apply(objects, proved, ranks, strict, copy)
             _set_aside(run, failed, excluded, chain, ranks)
             return Restored(chain, plan.timeline)
         proved = None  # another state comes in its place
@@ -114,6 +118,21 @@ def restore(
         hint="everystep verify RUN shows what is damaged"
         + ("; restore() without a step takes the newest that is whole" if plan.asked else ""),
     )
+
+
+@contextlib.contextmanager
+def _uncollected(chain: Chain) -> Iterator[None]:
+    """Look for no garbage among all objects of the process: in one that has just imported torch
+    that can take as long as copying a full checkpoint. Not while deltas are folded, which may make
+    garbage."""
+    was_on = gc.isenabled() and not chain.links
+    if was_on:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _agreed_plan(run: Run, step: int | StepRef | None, excluded: Excluded, ranks: Ranks) -> Plan:

@@ -26,6 +26,9 @@ _FEW_BYTES = 1 << 20
 Copy = Callable[[int, int, int], object]
 """Copies memory: to which address, from which, how many bytes."""
 
+_Stretch = tuple[int, int, int]
+"""What `Copy` is called with."""
+
 _COPIERS = 4
 _STRETCH_BYTES = 8 << 20
 """What one thread copies at a time."""
@@ -170,6 +173,11 @@ def _bytes_view(flat: torch.Tensor) -> memoryview:
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
 
 
+def bytes_of(tensor: torch.Tensor) -> memoryview | None:
+    """The bytes of a row-major tensor in host memory, where they lie; None: it is another one."""
+    return _bytes_view(plain_bits(tensor).reshape(-1)) if is_plain(tensor) else None
+
+
 def empty_for(spec: TensorSpec) -> tuple[torch.Tensor, memoryview]:
     """A new row-major host tensor as `spec` describes, with a writable view of its bytes.
 
@@ -237,7 +245,7 @@ def write_into(live: torch.Tensor, source: torch.Tensor) -> bool:
 def write_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], copy: Copy) -> list[bool]:
     """`write_into` for many pairs of (live, source), in several threads; its answers, in order."""
     answers = [True] * len(pairs)
-    stretches: list[tuple[int, int, int]] = []
+    stretches: list[_Stretch] = []
     for index, (live, source) in enumerate(pairs):
         if is_plain(live) and is_plain(source):
             torch.autograd.graph.increment_version(live)  # as any other writing would
@@ -248,9 +256,28 @@ def write_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], copy: Copy) ->
         else:
             answers[index] = write_into(live, source)
     with ThreadPoolExecutor(_COPIERS, thread_name_prefix="everystep-copy") as pool:
-        for copied in [pool.submit(copy, *stretch) for stretch in stretches]:
+        for copied in [pool.submit(_copy_all, some, copy) for some in _together(stretches)]:
             copied.result()
     return answers
+
+
+def _together(stretches: Sequence[_Stretch]) -> Iterator[list[_Stretch]]:
+    """Small stretches together: each word with a thread takes as long as copying some."""
+    some: list[_Stretch] = []
+    nbytes = 0
+    for stretch in stretches:
+        some.append(stretch)
+        nbytes += stretch[2]
+        if nbytes >= _STRETCH_BYTES // 2:
+            yield some
+            some, nbytes = [], 0
+    if some:
+        yield some
+
+
+def _copy_all(stretches: Sequence[_Stretch], copy: Copy) -> None:
+    for stretch in stretches:
+        copy(*stretch)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -68,10 +68,19 @@ class Recapture:
 
     Args:
         versions: whether `Captured.versions` is asked for.
+        left_out: beginnings of keys in extras: such tensors need not be in `Captured.rest`.
     """
 
-    def __init__(self, objects: Objects, world_size: int, *, versions: bool = True) -> None:
+    def __init__(
+        self,
+        objects: Objects,
+        world_size: int,
+        *,
+        versions: bool = True,
+        left_out: Sequence[str] = (),
+    ) -> None:
         self._objects, self._world_size, self._versions = objects, world_size, versions
+        self._left_out = tuple(left_out)
         self._version = 0
         self._watchful = False
         self._known: _Known | None = None
@@ -97,7 +106,9 @@ class Recapture:
             del known  # before the walk: what was replaced can be freed
         state = capture(self._objects, self._world_size)
         self._version += 1
-        known = _Known(self._objects, self._world_size, state, self._version, self._versions)
+        known = _Known(
+            self._objects, self._world_size, state, self._version, self._versions, self._left_out
+        )
         if known.comparable:
             self._known = known
         rest = [held for key, held in state.held.items() if key not in known.keys]
@@ -108,9 +119,15 @@ class _Known:
     """A full capture, and all by which a change since then is noticed."""
 
     def __init__(
-        self, objects: Objects, world_size: int, state: State, version: int, versions: bool
+        self,
+        objects: Objects,
+        world_size: int,
+        state: State,
+        version: int,
+        versions: bool,
+        left_out: tuple[str, ...],
     ) -> None:
-        self._objects, self._version = objects, version
+        self._objects, self._version, self._left_out = objects, version, left_out
         self._random = _Random()
         names = {name: names_of(model, world_size) for name, model in objects.models.items()}
         self._models = {
@@ -151,7 +168,7 @@ class _Known:
         random_state = self._random.now()
         if not all(model.same() for model in self._models.values()):
             return None
-        encoder = _Rest(self._random)
+        encoder = _Rest(self._random, self._left_out)
         try:
             tree: dict[str, Json] = {"models": {}, "optimizers": {}}
             in_models: dict[object, str] = {}
@@ -241,11 +258,12 @@ class _Rest(Encoder):
 
     Args:
         random: what its state is encoded to is known.
+        left_out: beginnings of keys of tensors that are not collected either.
     """
 
-    def __init__(self, random: _Random) -> None:
+    def __init__(self, random: _Random, left_out: tuple[str, ...]) -> None:
         super().__init__()
-        self._random = random
+        self._random, self._left_out = random, left_out
 
     def encode(self, value: object, key: str, *, replicated: bool = False, depth: int = 0) -> Json:
         """As in `Encoder`."""
@@ -272,7 +290,9 @@ class _Rest(Encoder):
         self._among, self._apart_from = among or {}, apart_from or {}
 
     def tensor(self, value: torch.Tensor, key: str, *, replicated: bool = False) -> str:
-        """As in `Encoder`; a fixed tensor is only referred to."""
+        """As in `Encoder`; one that is fixed or left out is only referred to."""
+        if key.startswith(self._left_out):
+            return key
         memory = raw.same_memory(shard_of(value)[0])
         if memory in self._among:
             return self._among[memory]

@@ -17,7 +17,7 @@ from everystep.state.capture import State
 from everystep.state.optimizers import capture_more, capture_options, inner_of, is_zero
 from everystep.state.shards import shard_of
 from everystep.state.tree import Encoder
-from everystep.state.watch import same_objects
+from everystep.state.watch import DictWatch, same_objects
 from everystep.types import Json, join_key
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
@@ -103,6 +103,7 @@ class Slots:
         self._values = list(chain.from_iterable(map(dict.values, self._plain)))
         self._names = list(chain.from_iterable(self._plain))
         self._lengths = list(map(len, self._plain))
+        self._states, self._watch = states, DictWatch([states, *self._plain])
 
     def _lay_out(self, base: str, saved: Sequence[Json], recorder: _Recorder) -> bool:
         """Write the slots as segments; whether recording them tells what was captured."""
@@ -137,19 +138,15 @@ class Slots:
     def again(self, encoder: Encoder) -> Json:
         """The optimizer's JSON now; raises Changed where only a full capture can tell."""
         states: dict[Any, Any] = inner_of(self._optimizer).state
-        if len(states) != len(self._state_keys) or not same_objects(states, self._state_keys):
+        groups = self._optimizer.param_groups
+        if type(self._optimizer) is not self._kind or len(groups) != len(self._groups):
             raise Changed
+        if states is not self._states or not self._watch.surely_same():
+            self._compare(states)
+        self._renew_deep()
         others = {}
-        slots: Iterable[Any] = states.values()
         if not self._all_owned:
             others = {k: v for k, v in states.items() if not isinstance(k, torch.Tensor)}
-            slots = [v for k, v in states.items() if isinstance(k, torch.Tensor)]
-        if type(self._optimizer) is not self._kind or not same_objects(slots, self._slots):
-            raise Changed
-        self._renew()
-        groups = self._optimizer.param_groups
-        if len(groups) != len(self._groups):
-            raise Changed
         return {
             "class": self._class,
             "groups": [
@@ -167,18 +164,32 @@ class Slots:
             chain.from_iterable(self._plain), self._names
         )
 
-    def _renew(self) -> None:
+    def _compare(self, states: dict[Any, Any]) -> None:
+        """Raise Changed where other parameters have slots, or other tensors are in them; write
+        anew the numbers that are others."""
+        if len(states) != len(self._state_keys) or not same_objects(states, self._state_keys):
+            raise Changed
+        slots: Iterable[Any] = states.values()
+        if not self._all_owned:
+            slots = [v for k, v in states.items() if isinstance(k, torch.Tensor)]
+        if not same_objects(slots, self._slots):
+            raise Changed
         values = list(chain.from_iterable(map(dict.values, self._plain)))
         if len(values) != len(self._values):
             raise Changed
-        if not same_objects(values, self._values):
-            for position, (now, then) in enumerate(zip(values, self._values, strict=True)):
-                if now is not then:
-                    if position not in self._scalar_at or type(now) not in _SCALARS:
-                        raise Changed
-                    text = _encoded(self._replay.encode(now, ""))
-                    self._text.replace(self._scalar_at[position], text)
-            self._values = values
+        if same_objects(values, self._values):
+            self._states, self._watch = states, DictWatch([states, *self._plain])
+            return
+        for position, (now, then) in enumerate(zip(values, self._values, strict=True)):
+            if now is not then:
+                if position not in self._scalar_at or type(now) not in _SCALARS:
+                    raise Changed
+                text = _encoded(self._replay.encode(now, ""))
+                self._text.replace(self._scalar_at[position], text)
+        self._values = values
+
+    def _renew_deep(self) -> None:
+        """Write anew the slots that are no dicts of tensors and numbers."""
         for segment, key, slot, met in self._deep:
             self._replay.met = 0
             self._text.replace(segment, _encoded(self._replay.encode(slot, key)))

@@ -19,11 +19,18 @@ try:
 except ImportError:  # they are no part of torch's public interface
     TensorGuards = None  # type: ignore[assignment,misc]
 
+try:
+    from everystep.state import _same as compiled
+except ImportError:  # it was built without a compiler
+    compiled = None  # type: ignore[assignment]
+
 _AT_ONCE = 500
 """Tensors per comparison: so few stay in the processor's cache from one property to the next."""
 
-_HELD = itemgetter("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_HOLDERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 """Of a module's attributes."""
+
+_HELD = itemgetter(*_HOLDERS)
 
 _VALUES = methodcaller("values")
 
@@ -31,6 +38,25 @@ _VALUES = methodcaller("values")
 def same_objects(now: Iterable[object], then: Iterable[object]) -> bool:
     """Whether two series of equal length are of the same objects."""
     return all(map(is_, now, then))
+
+
+class DictWatch:
+    """The keys and values of dicts, compared by identity, without a look at the things themselves.
+
+    Args:
+        dicts: of anything else than a dict it is never sure.
+    """
+
+    def __init__(self, dicts: Iterable[Any]) -> None:
+        self._dicts = list(dicts) if compiled is not None else []
+        self._held: list[object] = []
+        for held in self._dicts:
+            items = held.items() if isinstance(held, dict) else ()
+            self._held += [held, *chain.from_iterable(items)]
+
+    def surely_same(self) -> bool:
+        """Whether each holds what it did when this was made, in that order; False: it may yet."""
+        return compiled is not None and compiled.same_held(self._dicts, self._held)
 
 
 class TensorWatch:
@@ -136,6 +162,10 @@ class ModuleWatch:
         self._names, self._things = self._contents()
         self._non_persistent = list(map(frozenset, self._sets))
         self._loose = set(_loose_positions(self._modules))
+        self._watch = self._watched()
+
+    def _watched(self) -> DictWatch:
+        return DictWatch(part for part in self._containers if not isinstance(part, set))
 
     def _take_up(self, held: list[Any]) -> None:
         """Remember the containers themselves, and which of them are to be looked into."""
@@ -143,6 +173,8 @@ class ModuleWatch:
         filled = [part for part, length in zip(held, self._lengths, strict=True) if length]
         self._dicts = [part for part in filled if not isinstance(part, set)]
         self._sets = [part for part in filled if isinstance(part, set)]
+        pairs = zip(held, self._lengths, strict=True)
+        self._empty_sets = [part for part, length in pairs if isinstance(part, set) and not length]
 
     def _contents(self) -> tuple[list[str], list[object]]:
         """The names of all that the modules hold, and the things themselves."""
@@ -160,21 +192,38 @@ class ModuleWatch:
 
     def same(self) -> bool:
         """Whether all modules hold the same objects under the same names as they did."""
+        return (
+            (self._untouched() or self._alike())
+            and self._sets == self._non_persistent
+            and same_objects(map(type, self._modules), self._kinds)
+            and _class_facts(self._classes) == self._class_facts
+            and _wrapper_facts(self._wrappers) == self._wrapper_facts
+            and not any(map(_hides, self._saving))
+        )
+
+    def _untouched(self) -> bool:
+        """Whether the modules hold the same in the very same containers; False: they may yet."""
+        return (
+            compiled is not None
+            and compiled.same_items(self._attributes, _HOLDERS, self._containers)
+            and self._watch.surely_same()
+            and not any(self._empty_sets)
+        )
+
+    def _alike(self) -> bool:
+        """Whether they hold the same, but for containers and things that are not captured."""
         held = _held(self._attributes)
         if list(map(len, held)) != self._lengths:
             return False
         if not same_objects(held, self._containers):
             self._take_up(held)
         names, things = self._contents()
-        return (
-            names == self._names
-            and self._sets == self._non_persistent
-            and (same_objects(things, self._things) or self._only_loose(things))
-            and same_objects(map(type, self._modules), self._kinds)
-            and _class_facts(self._classes) == self._class_facts
-            and _wrapper_facts(self._wrappers) == self._wrapper_facts
-            and not any(map(_hides, self._saving))
-        )
+        if names != self._names:
+            return False
+        if not (same_objects(things, self._things) or self._only_loose(things)):
+            return False
+        self._watch = self._watched()
+        return True
 
     def _only_loose(self, things: list[object]) -> bool:
         """Whether nothing but non-persistent buffers were replaced, which are not captured."""

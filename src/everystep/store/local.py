@@ -187,7 +187,7 @@ class LocalBackend:
             finally:
                 os.close(fd)
             large = found.st_size >= durable.DIRECT_FROM_BYTES  # others are never written over
-            if large and _state(os.lstat(path)) != _state(found):
+            if large and _is_another(found, os.lstat(path)):
                 raise Missing("was removed or replaced while it was read", path=path)
 
     def size(self, name: str) -> int:
@@ -283,9 +283,12 @@ def _checked(part: str, name: str) -> str:
     return part
 
 
-def _state(found: os.stat_result) -> tuple[int, int, int]:
-    """Which file it is, and when it was last written to."""
-    return found.st_dev, found.st_ino, found.st_mtime_ns
+def _is_another(before: os.stat_result, now: os.stat_result) -> bool:
+    """Whether a name stands for another file than before, or for one that was written over. One
+    that has become longer was appended to: what is written over never is longer than it was."""
+    if (before.st_dev, before.st_ino) != (now.st_dev, now.st_ino):
+        return True
+    return before.st_mtime_ns != now.st_mtime_ns and now.st_size <= before.st_size
 
 
 def _sizes(found: Iterator[os.DirEntry[str]]) -> Iterator[tuple[os.DirEntry[str], int | None]]:

@@ -7,7 +7,7 @@ doubled or slipped in between two others without being seen. `segments` reads it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -17,6 +17,7 @@ from everystep.errors import StoreFailed
 from everystep.store import logformat as lf
 from everystep.store.backend import Backend
 from everystep.store.logformat import Kind, Segment
+from everystep.store.segments import Found
 from everystep.types import Buffer
 
 
@@ -27,6 +28,14 @@ class NewRecord(NamedTuple):
     nbytes: int
     parts: Sequence[Buffer]
     """The payload in order, `nbytes` in all."""
+
+
+class Appended(NamedTuple):
+    """Where a record lies that was appended."""
+
+    name: str
+    """Of the segment."""
+    found: Found
 
 
 class Log:
@@ -56,6 +65,8 @@ class Log:
         self._heads: list[bytes] = []
         self._last_step = 0
         self._last: bytes | None = None
+        self.appended: list[Appended] = []
+        """By the last append."""
 
     @property
     def last(self) -> bytes | None:
@@ -121,6 +132,7 @@ class Log:
         self._write(segment, parts, at)
         if at == 0:
             self._heads = []
+        self.appended = list(_places(segment.name, heads, at))
         self._segment, self._nbytes = segment, at + nbytes
         self._heads += heads
         self._last, self._last_step = last, records[-1].step
@@ -171,6 +183,17 @@ class Log:
         if number >= lf.LAST_NUMBER:
             raise StoreFailed("there are no more numbers of segments", path=self._next.name)
         return msgspec.structs.replace(self._next, number=number + 1)
+
+
+def _places(name: str, heads: Sequence[bytes], at: int) -> Iterator[Appended]:
+    """Where the deltas lie whose heads these are, one record after the other from `at` on; what was
+    written is checked by reading it."""
+    for data in heads:
+        head = lf.decode_head(data, name, at)
+        if head.kind == Kind.DELTA:
+            found = Found(head.step, at, head.nbytes, head.xxh3_128, head.digest, head.previous)
+            yield Appended(name, found)
+        at += head.record_bytes
 
 
 def _begin_payload(run: str, segment: Segment, layout: bytes) -> list[Buffer]:

@@ -100,16 +100,27 @@ def parse_name(name: str) -> MeasuredBy | None:
 
 
 def write_measures(backend: Backend, by: MeasuredBy, measures: Sequence[Measure]) -> None:
-    """Replace a file by the newest of these; by fewer, where they would make a file that is too
-    large to be read.
+    """Replace a file by the newest of these; see `write_lines`.
+
+    Raises:
+        StoreError: as the backend says.
+    """
+    write_lines(backend, by, [line_of(measure) for measure in measures[-KEPT_STEPS:]])
+
+
+def write_lines(backend: Backend, by: MeasuredBy, lines: Sequence[bytes]) -> None:
+    """Replace a file by the newest of these lines; by fewer, where they would make a file that is
+    too large to be read.
+
+    Args:
+        lines: as `line_of` makes them, oldest first.
 
     Raises:
         StoreError: as the backend says.
     """
     newest: list[bytes] = []
     nbytes = 0
-    for measure in reversed(measures[-KEPT_STEPS:]):
-        line = _line(measure)
+    for line in reversed(lines):
         nbytes += len(line)
         if nbytes > MAX_FILE_BYTES:
             break
@@ -118,7 +129,8 @@ def write_measures(backend: Backend, by: MeasuredBy, measures: Sequence[Measure]
     backend.put([NewFile(by.name, len(data), [data])])
 
 
-def _line(measure: Measure) -> bytes:
+def line_of(measure: Measure) -> bytes:
+    """One line of a file."""
     try:
         return msgspec.json.encode(measure) + b"\n"
     except UnicodeEncodeError:  # a path in an error's text may hold bytes that are no UTF-8

@@ -23,6 +23,8 @@ _NAME = re.compile(rf"{FOLDER}/s([0-9]{{6,9}})-r([0-9]{{5}})of([0-9]{{5}})\.json
 _ADDRESS = re.compile(rf"{FOLDER}/address-s([0-9]{{6,9}})-r([0-9]{{5}})\.json")
 _TOKEN = re.compile(rf"{FOLDER}/token-s([0-9]{{6,9}})")
 """See `addresses`."""
+_BALLOT = re.compile(rf"{FOLDER}/ballot-s([0-9]{{6,9}})-r([0-9]{{5}})of([0-9]{{5}})\.json")
+"""See `ballots`."""
 _MAX_BYTES = 1 << 10
 
 
@@ -34,8 +36,14 @@ class _Told(Struct):
 
 def is_ours(name: str) -> bool:
     """Whether a file of this name is one of those that agents leave for each other."""
-    found = _NAME.fullmatch(name) or parse_address(name) or parse_token(name)
+    found = _NAME.fullmatch(name) or parse_address(name) or parse_token(name) or parse_ballot(name)
     return found is not None
+
+
+def parse_ballot(name: str) -> tuple[int, int] | None:
+    """The session and rank whose ballot is in this file; None: it is no such file."""
+    match = _BALLOT.fullmatch(name)
+    return None if match is None else (int(match[1]), int(match[2]))
 
 
 def parse_address(name: str) -> tuple[int, int] | None:

@@ -5,8 +5,9 @@ A file that an earlier step has written is read where it lies; nothing else diff
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import xxhash
@@ -15,6 +16,7 @@ from everystep.errors import Damaged, ReplicasDiffer
 from everystep.store import format as fmt
 from everystep.store import tensorfile
 from everystep.store.backend import Backend
+from everystep.store.datafile import open_data_file
 from everystep.store.format import RankRecord, StoredPiece, StoredTensor
 from everystep.store.run import StepEntry
 from everystep.store.tensorfile import Slot
@@ -135,7 +137,7 @@ class StepReader:
         Args:
             located: what to read, from `locate`.
             buffer_for: gives a writable view of exactly `spec.nbytes`; called from this thread,
-                once for each tensor, while bytes of others are read.
+                once for each tensor, before any of them is read.
             progress: called with the number of bytes just read, from any thread.
 
         Raises:
@@ -143,39 +145,34 @@ class StepReader:
             Missing: a file is gone.
             StoreFailed: the store refused.
         """
-        split: list[tuple[StoredTensor, memoryview]] = []
-        placed = self._placed(located)
+        with self.reading(progress) as reading:
+            reading.begin(located, buffer_for)
+
+    @contextlib.contextmanager
+    def reading(self, progress: Callable[[int], None] | None = None) -> Iterator[Reading]:
+        """Read and prove in several threads what is begun inside; at the end all of it is proved.
+
+        Args:
+            progress: see `read`.
+
+        Raises:
+            Damaged, Missing, StoreFailed: see `read`.
+        """
         with ThreadPoolExecutor(_READERS, thread_name_prefix="everystep-read") as pool:
+            reading = Reading(self, pool, progress)
             try:
-                results = [
-                    pool.submit(self._read_piece, job, progress)
-                    for job in _jobs(placed, buffer_for, split)
-                ]
-                for result in results:
-                    result.result()
+                yield reading
+                reading.finish()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        for tensor, view in split:
-            if fmt.digest(view) != tensor.xxh3_128:
-                raise self._other_tensor(tensor)
 
-    def place_of(self, located: Located) -> tuple[str, int] | None:
-        """The file of a tensor that lies in one piece, and where in it; None: it lies in several.
-
-        Raises:
-            Damaged, Missing: the file is not as recorded, or gone.
-        """
-        if len(located.parts) != 1:
-            return None
-        rank, stored = located.parts[0]
-        return self._slot(rank, stored, located.tensor.spec)
-
-    def _other_tensor(self, tensor: StoredTensor) -> Damaged:
+    def other_tensor(self, tensor: StoredTensor) -> Damaged:
+        """What to say where the pieces are right, and the tensor they make is not."""
         problem = f"{spoken(tensor.spec.key)}: its pieces make another tensor"
         return Damaged(problem, step=self._entry.ref)
 
-    def _placed(self, located: Sequence[Located]) -> list[_Placed]:
+    def placed(self, located: Sequence[Located]) -> list[_Placed]:
         """In the order in which to read: large tensors first, lest one thread be busy with one when
         all others are done; else as they lie in the files."""
         placed = [
@@ -207,7 +204,7 @@ class StepReader:
             raise Damaged(f"a piece is in file {index} of {len(files)}", rank=rank)
         name = fmt.data_path(self._entry.ref, files[index])
         if name not in self._slots:
-            slots = _open_data_file(self._backend, name, files[index])
+            slots = open_data_file(self._backend, name, files[index])
             self._slots[name] = {slot.name: slot for slot in slots}
         return name, self._slots[name]
 
@@ -238,8 +235,8 @@ class StepReader:
         if proved is not None and stretch in proved:
             return
         scratch = memoryview(bytearray(min(nbytes, _CHUNK_BYTES)))
-        stretches = _stretches(nbytes)
-        self._prove(name, offset, stored, ((s, scratch[:n]) for s, n in stretches), progress)
+        stretches = _stretches(nbytes, _CHUNK_BYTES)
+        self.prove(name, offset, stored, ((s, scratch[:n]) for s, n in stretches), progress)
         if proved is not None:
             proved.add(stretch)
 
@@ -255,18 +252,13 @@ class StepReader:
         for rank, stored in located.parts:
             name, offset = self._slot(rank, stored, spec)
             length = (stored.piece.stop - stored.piece.start) * (item_bytes(spec.dtype) or 1)
-            for start, nbytes in _stretches(length):
+            for start, nbytes in _stretches(length, _CHUNK_BYTES):
                 self._backend.read(name, scratch[:nbytes], offset + start)
                 state.update(scratch[:nbytes])
         if state.hexdigest() != located.tensor.xxh3_128:
-            raise self._other_tensor(located.tensor)
+            raise self.other_tensor(located.tensor)
 
-    def _read_piece(self, job: _Job, progress: Callable[[int], None] | None) -> None:
-        stretches = _stretches(len(job.into))
-        views = ((start, job.into[start : start + length]) for start, length in stretches)
-        self._prove(job.name, job.offset, job.piece, views, progress)
-
-    def _prove(
+    def prove(
         self,
         name: str,
         offset: int,
@@ -295,6 +287,97 @@ class StepReader:
             )
 
 
+class Reading:
+    """Tensors of a step that are being read in several threads; see `StepReader.reading`."""
+
+    def __init__(
+        self,
+        reader: StepReader,
+        pool: ThreadPoolExecutor,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self._reader, self._pool, self._progress = reader, pool, progress
+        self._split: list[tuple[StoredTensor, memoryview]] = []
+        self._results: list[Future[None]] = []
+
+    def begin(
+        self, located: Sequence[Located], buffer_for: Callable[[TensorSpec], memoryview]
+    ) -> None:
+        """Begin to fill a buffer for each tensor.
+
+        Args:
+            located: what to read, from `locate`.
+            buffer_for: see `StepReader.read`.
+        """
+        # first all buffers: new memory is made but slowly while other threads fill some of it
+        jobs = list(_jobs(self._reader.placed(located), buffer_for, self._split))
+        # what is copied to a buffer is to be hashed while it is in the cache
+        self._submit(jobs, _CHUNK_BYTES)
+
+    def begin_in_place(
+        self,
+        located: Sequence[Located],
+        lend: Callable[[str, int, int], memoryview | None],
+    ) -> tuple[dict[str, memoryview], list[Located]]:
+        """Begin to prove tensors where they lie in memory anyway.
+
+        Args:
+            located: which.
+            lend: gives the bytes of a file (name, offset, length), if they are in memory; reading
+                them to there must copy nothing.
+
+        Returns:
+            The bytes by key, and what is not in memory in one piece.
+        """
+        lent: dict[str, memoryview] = {}
+        left, jobs = [], []
+        for one, slots in self._reader.placed(located):
+            spec = one.tensor.spec
+            view = lend(*slots[0], spec.nbytes) if len(slots) == 1 and spec.nbytes else None
+            if view is None:
+                left.append(one)
+            else:
+                lent[spec.key] = view
+                jobs.append(_Job(*slots[0], view, one.parts[0][1]))
+        self._submit(jobs, max((len(job.into) for job in jobs), default=0))
+        return lent, left
+
+    def _submit(self, jobs: Sequence[_Job], most_bytes: int) -> None:
+        """Have jobs done, small ones together.
+
+        Args:
+            most_bytes: what is read and hashed at a time.
+        """
+        together: list[_Job] = []
+        nbytes = 0
+        for job in jobs:
+            together.append(job)
+            nbytes += len(job.into)
+            if nbytes >= _CHUNK_BYTES:
+                self._results.append(self._pool.submit(self._run, together, most_bytes))
+                together, nbytes = [], 0
+        if together:
+            self._results.append(self._pool.submit(self._run, together, most_bytes))
+
+    def _run(self, jobs: Sequence[_Job], most_bytes: int) -> None:
+        for name, offset, into, piece in jobs:
+            stretches = _stretches(len(into), most_bytes)
+            views = ((start, into[start : start + length]) for start, length in stretches)
+            self._reader.prove(name, offset, piece, views, self._progress)
+
+    def finish(self) -> None:
+        """Return when all that was begun is proved.
+
+        Raises:
+            Damaged, Missing, StoreFailed: see `StepReader.read`.
+        """
+        for result in self._results:
+            result.result()
+        for tensor, view in self._split:
+            if fmt.digest(view) != tensor.xxh3_128:
+                raise self._reader.other_tensor(tensor)
+
+
 def _jobs(
     placed: Iterable[_Placed],
     buffer_for: Callable[[TensorSpec], memoryview],
@@ -311,33 +394,7 @@ def _jobs(
             split.append((tensor, view))
 
 
-def _stretches(nbytes: int) -> Iterator[tuple[int, int]]:
+def _stretches(nbytes: int, most_bytes: int) -> Iterator[tuple[int, int]]:
     """(start, length) of what is read at a time."""
-    for start in range(0, nbytes, _CHUNK_BYTES):
-        yield start, min(_CHUNK_BYTES, nbytes - start)
-
-
-def _open_data_file(backend: Backend, name: str, file: fmt.DataFile) -> list[Slot]:
-    """Check a data file's length and header, and return what it holds.
-
-    Raises:
-        Damaged: length, header hash or header are not as recorded.
-        Missing: the file is gone.
-    """
-    actual = backend.size(name)
-    if actual != file.nbytes:
-        raise Damaged(
-            "length", path=name, at=min(actual, file.nbytes), expected=file.nbytes, found=actual
-        )
-    first = bytearray(min(8, actual))
-    backend.read(name, memoryview(first), 0)
-    length = tensorfile.header_length(bytes(first), actual, name)
-    if length != file.header_bytes:
-        raise Damaged("header length", path=name, at=0, expected=file.header_bytes, found=length)
-    header = bytearray(length)
-    backend.read(name, memoryview(header), 0)
-    found = fmt.digest(header)
-    if found != file.header_xxh3_128:
-        expected = file.header_xxh3_128
-        raise Damaged("header hash differs", path=name, at=0, expected=expected, found=found)
-    return tensorfile.decode_header(bytes(header), actual, name)
+    for start in range(0, nbytes, most_bytes):
+        yield start, min(most_bytes, nbytes - start)

@@ -1,0 +1,289 @@
+"""How fast captures of all-reduces are decoded on one core, from the file to the reduced buffers.
+
+Captures are made anew by the tests' own writers of NCCL and gloo, which share nothing with the
+decoder. A pass indexes the frames, reads all headers, follows sequence numbers, checks and leaves
+out flags, and puts what is reduced into its buffers; the first pass of each capture also compares
+every buffer with what the ranks have. The file is in memory (page cache), and mapped anew in each
+pass. A rate is of the bytes of the frames, headers included, of both directions of one port.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.common import HOME, Setting, timed
+from benchmarks.figures import Figure, median_of
+from everystep.tap import capture
+from everystep.tap.gloo import Gloo
+from everystep.tap.nccl import Decoder, Options
+from everystep.tap.packets import Parser
+from everystep.tap.pieces import Reduced
+from everystep.tap.ring import Assembler, Event
+from everystep.tap.rings import Doubt
+from everystep.tap.roce import Tracker
+
+BUCKET = 25 * (1 << 20) // 4
+"""Elements: DDP's usual bucket."""
+
+CAPTURE_BYTES, QUICK_CAPTURE_BYTES = 200_000_000, 90_000_000
+
+LARGE_MTU_REACH, SMALL_MTU_REACH = 3.0, 2.0
+"""GB/s of wire on one core."""
+
+
+class Case(NamedTuple):
+    """One capture, and how it is read."""
+
+    name: str
+    wire: dict[str, Any]
+    """Of tests/tap/generator.Wire; gloo: `ranks` and `mtu`."""
+    reach: float | None = None
+    check_icrc: bool = True
+    is_long: bool = False
+    """Takes long to make: left out with `--quick`."""
+
+
+ROCE = (
+    Case("LL, MTU 4,096", {"mtu": 4096}, LARGE_MTU_REACH),
+    Case("LL, MTU 4,096, ICRC not checked", {"mtu": 4096}, LARGE_MTU_REACH, check_icrc=False),
+    Case("LL, MTU 1,024", {"mtu": 1024}, SMALL_MTU_REACH),
+    Case("LL, MTU 1,024, ICRC not checked", {"mtu": 1024}, SMALL_MTU_REACH, check_icrc=False),
+    Case(
+        "LL, MTU 4,096, 8 ranks, 2 channels", {"mtu": 4096, "ranks": 8, "channels": 2}, is_long=True
+    ),
+    Case("LL128, MTU 4,096", {"mtu": 4096, "protocol": "LL128"}),
+    Case("Simple, MTU 4,096", {"mtu": 4096, "protocol": "Simple"}),
+    Case("Simple, MTU 1,024", {"mtu": 1024, "protocol": "Simple"}, is_long=True),
+)
+
+GLOO = (
+    Case("segments of 1,448", {"ranks": 2, "mtu": 1448}, LARGE_MTU_REACH),
+    Case("frames of 64 KB", {"ranks": 2, "mtu": 65_160}, LARGE_MTU_REACH),
+    Case("segments of 1,448, 4 ranks", {"ranks": 4, "mtu": 1448}, is_long=True),
+)
+
+Take = Callable[[Reduced], None]
+Read = Callable[[Take], None]
+"""One pass over a capture; gives each buffer."""
+
+
+class _Written(list[Any]):
+    """Takes the packets that a port shows, and writes them to a pcap file at once."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = path.open("wb")
+        self._file.write(struct.pack("<IHHiIII", 0xA1B23C4D, 2, 4, 0, 0, 262_144, 1))
+        self.wire_bytes = self.frames = 0
+
+    def append(self, packet: Any) -> None:
+        """Of the generator, or the bytes of a frame."""
+        frame = packet
+        if not isinstance(packet, bytes):
+            if 0 not in (packet.source, packet.destination):
+                return
+            frame = packet.frame
+        seconds, micros = divmod(self.frames, 10**6)
+        self._file.write(struct.pack("<IIII", seconds, 1000 * micros, len(frame), len(frame)))
+        self._file.write(frame)
+        self.frames += 1
+        self.wire_bytes += len(frame)
+
+    def close(self) -> None:
+        """The file is whole."""
+        self._file.close()
+
+
+class Made(NamedTuple):
+    """A capture, and what it holds."""
+
+    path: Path
+    wire_bytes: int
+    frames: int
+    truth: list[bytes]
+    """Buffers in their order."""
+
+
+def _make_roce(path: Path, case: Case, nbytes: int) -> Made:
+    from tap.generator import Job, Wire, random_inputs
+
+    packets = _Written(path)
+    wire = Wire(**case.wire)
+    job = Job(wire, packets=packets)
+    inputs = random_inputs(wire, BUCKET, 1)
+    truth = []
+    while packets.wire_bytes < nbytes:
+        inputs = [np.roll(values, 1) for values in inputs]
+        truth.append(job.all_reduce(inputs).tobytes())
+    packets.close()
+    return Made(path, packets.wire_bytes, packets.frames, truth)
+
+
+def _make_gloo(path: Path, case: Case, nbytes: int) -> Made:
+    from tap.gloo_wire import Group
+
+    group = Group(case.wire["ranks"], mtu=case.wire["mtu"])
+    draw = np.random.default_rng(1)
+    inputs = [draw.standard_normal(BUCKET).astype(np.float32) for _ in range(group.ranks)]
+    truth = []
+    while sum(map(len, group.packets)) < nbytes:
+        inputs = [np.roll(values, 1) for values in inputs]
+        truth += [reduced.tobytes() for _, reduced in group.all_reduce(inputs)]
+    group.close()
+    packets = _Written(path)
+    for frame in group.packets:
+        packets.append(frame)
+    packets.close()
+    return Made(path, packets.wire_bytes, packets.frames, truth)
+
+
+# ---------------------------------------------------------------- passes
+
+
+def read_roce(path: Path, take: Take, *, ranks: int, check_icrc: bool) -> None:
+    """One pass over NCCL's all-reduces of buckets. What a trainer would tell is known: sizes, and
+    that the ring has no added step."""
+    parser, tracker = Parser(), Tracker(check_icrc=check_icrc)
+    options = Options(ranks=ranks, element_bytes=4, added_step=False)
+    decoder = Decoder(tracker, options)
+    decoder.expect(0, [BUCKET])
+    assembler = Assembler()
+    with capture.open(path) as file:
+        for frames in file:
+            for messages in tracker.feed(parser.parse(frames)):
+                _assemble(assembler, decoder.feed(messages), take)
+        _assemble(assembler, decoder.feed(tracker.flush()), take)
+        _assemble(assembler, decoder.finish(), take)
+    for reduced in assembler.give_up():
+        take(reduced)
+
+
+def read_gloo(path: Path, take: Take, *, ranks: int) -> None:
+    """One pass over gloo's all-reduces of buckets."""
+    parser = Parser()
+    gloo = Gloo(parser, ranks=ranks, sizes=[4 * BUCKET])
+    assembler = Assembler()
+    with capture.open(path) as file:
+        for frames in file:
+            _assemble(assembler, gloo.feed(parser.parse(frames)), take)
+        _assemble(assembler, gloo.flush(final=True), take)
+    for reduced in assembler.give_up():
+        take(reduced)
+
+
+def _assemble(assembler: Assembler, events: Iterable[Event | Doubt], take: Take) -> None:
+    for event in events:
+        if isinstance(event, Doubt):
+            raise ValueError("the decoder is in doubt, though nothing was lost")
+        for reduced in assembler.add(event):
+            take(reduced)
+
+
+def plain_pass(path: Path) -> int:
+    """Add up a file's bytes, eight at a time."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
+        mapping.madvise(mmap.MADV_SEQUENTIAL)
+        words = np.frombuffer(mapping, np.uint64, len(mapping) // 8)
+        total = int(words.sum())
+        del words
+    return total
+
+
+# ---------------------------------------------------------------- figures
+
+
+def _compare(read: Read, truth: Sequence[bytes], name: str) -> None:
+    """Every buffer is what the ranks have, bit for bit; else the benchmark ends."""
+    found: set[int] = set()
+
+    def take(reduced: Reduced) -> None:
+        if reduced.missing or reduced.mismatches or reduced.data.tobytes() != truth[
+            reduced.collective
+        ]:  # fmt: skip
+            raise ValueError(f"{name}: buffer {reduced.collective} is not what the ranks have")
+        found.add(reduced.collective)
+
+    read(take)
+    if found != set(range(len(truth))):
+        raise ValueError(f"{name}: {len(truth) - len(found)} buffers are not there")
+
+
+def _figure(head: str, case: Case, made: Made, read: Read, runs: int) -> Figure:
+    _compare(read, made.truth, head)
+    rates = [made.wire_bytes / timed(lambda: read(_ignore)) / 1e9 for _ in range(runs)]
+    return median_of(
+        f"{head}{case.name}", rates, "GB/s", case.reach, at_least=case.reach is not None
+    )
+
+
+def _ignore(_: Reduced) -> None:
+    """Nothing."""
+
+
+def _limits(head: str, made: Made, runs: int) -> Iterator[Figure]:
+    """What one core can do with these bytes at most."""
+    passes = [made.path.stat().st_size / timed(lambda: plain_pass(made.path)) / 1e9
+              for _ in range(runs)]  # fmt: skip
+    yield median_of(f"{head}a plain pass over the file", passes, "GB/s")
+    source = np.ones(made.wire_bytes // 8, np.uint64)
+    to = np.zeros_like(source)
+    copies = [source.nbytes / timed(lambda: np.copyto(to, source)) / 1e9 for _ in range(runs)]
+    yield median_of(f"{head}a copy in memory", copies, "GB/s")
+
+
+def measure_roce(setting: Setting) -> list[Figure]:
+    """NCCL over RoCEv2."""
+
+    def reader(case: Case, path: Path) -> Read:
+        ranks = int(case.wire.get("ranks", 2))
+        return lambda take: read_roce(path, take, ranks=ranks, check_icrc=case.check_icrc)
+
+    return _measure(setting, "RoCEv2: ", ROCE, _make_roce, reader)
+
+
+def measure_gloo(setting: Setting) -> list[Figure]:
+    """gloo over TCP."""
+
+    def reader(case: Case, path: Path) -> Read:
+        return lambda take: read_gloo(path, take, ranks=case.wire["ranks"])
+
+    return _measure(setting, "gloo: ", GLOO, _make_gloo, reader)
+
+
+def _measure(
+    setting: Setting,
+    head: str,
+    cases: Sequence[Case],
+    make: Callable[[Path, Case, int], Made],
+    reader: Callable[[Case, Path], Read],
+) -> list[Figure]:
+    sys.path.insert(0, str(HOME / "tests"))
+    nbytes = QUICK_CAPTURE_BYTES if setting.quick else CAPTURE_BYTES
+    runs = max(5, setting.runs)
+    cases = [case for case in cases if not (setting.quick and case.is_long)]
+    figures: list[Figure] = []
+    everywhere = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(everywhere)})
+    made: Made | None = None
+    try:
+        for i, case in enumerate(cases):
+            if made is None or case.wire != cases[i - 1].wire:
+                if made is not None:
+                    made.path.unlink()
+                made = make(setting.directory / f"{i}.pcap", case, nbytes)
+                if i == 0:
+                    figures += _limits(head, made, runs)
+            figures.append(_figure(head, case, made, reader(case, made.path), runs))
+    finally:
+        os.sched_setaffinity(0, everywhere)
+        if made is not None:
+            made.path.unlink(missing_ok=True)
+    return figures

@@ -1,0 +1,6 @@
+from typing import Any
+
+def same_held(dicts: list[Any], held: list[Any], /) -> bool: ...
+def same_items(
+    dicts: list[dict[str, Any]], keys: tuple[str, ...], values: list[Any], /
+) -> bool: ...

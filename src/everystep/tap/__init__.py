@@ -1,0 +1,1 @@
+"""Gradients read off the network: packets become messages, messages pieces, pieces buffers."""

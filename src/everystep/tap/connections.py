@@ -1,0 +1,400 @@
+"""One direction of one channel between two ranks: where each of its messages stands.
+
+The position of a message is its number on the connection. It is known by the message itself (the
+flag of LL and LL128 is its step plus one), by the receiver's clear-to-send record of its address,
+or by packet sequence numbers, so that loss never shifts it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from everystep.tap.collectives import Collective, Plan
+from everystep.tap.pieces import PSN_COUNT
+from everystep.tap.schedule import Protocol
+from everystep.tap.writes import Write
+
+_SMALL_STEP = 64
+_SMALL_PSN = 4096
+"""A connection whose first message seen is below both was made within the capture."""
+
+_MAX_HEADLESS = 64
+_MAX_ROOMS = 256
+_WINDOWS = 64
+_KEPT_OF_A_GAP = 64
+_LAPS = 32
+_NEAR = 8
+"""Slots of a buffer: so many messages can be under way."""
+
+_FLAGS = 1 << 32
+_SPLIT_BYTES = 8192
+"""NCCL_IB_AR_THRESHOLD: larger messages are split where adaptive routing is on."""
+
+
+def psn_after(psn: int, base: int) -> int:
+    """How far a sequence number lies behind another: signed, 24 bits."""
+    return (psn - base + PSN_COUNT // 2) % PSN_COUNT - PSN_COUNT // 2
+
+
+class Course:
+    """The sequence numbers of one queue pair of a connection."""
+
+    __slots__ = ("position", "psn")
+
+    def __init__(self) -> None:
+        self.psn: int | None = None
+        """After the last message whose position is known."""
+        self.position = 0
+        """Of the message that begins there."""
+
+
+class Window:
+    """The positions that one collective takes on one connection."""
+
+    __slots__ = ("collective", "first", "offsets", "plan", "psn", "stop")
+
+    def __init__(self, first: int, plan: Plan, collective: Collective) -> None:
+        self.first = first
+        self.stop = first + len(plan.lengths)
+        self.plan = plan
+        self.collective = collective
+        self.psn: int | None = None
+        """Of its first packet."""
+        self.offsets: list[int] | None = None
+        """Sequence numbers from there to each of its messages, and to its end."""
+
+
+Walk = Callable[["Connection", Write, int, int], "int | None"]
+
+
+class Connection:
+    """A connection's messages by position: given to a collective, or waiting for one."""
+
+    def __init__(self, sender: int, receiver: int, source_port: int) -> None:
+        self.sender = sender
+        """Index into the table of addresses."""
+        self.receiver = receiver
+        self.source_port = source_port
+        self.data_qp: int | None = None
+        self.cts_qp: int | None = None
+        self.role: str | None = None
+        self.protocols: dict[int, Protocol] = {}
+        """By remote key: each protocol has its own buffer."""
+        self.courses: dict[int, Course] = {}
+        """By the number of the stream: one per queue pair."""
+        self.messages = 0
+        self.cts = 0
+        self.size: int | None = None
+        """Room told by the last clear-to-send record."""
+        self.mtu = 0
+        self.is_split: bool | None = None
+        """Whether large messages are split for adaptive routing; None: not seen yet."""
+        self.is_cut = False
+        """Whether its messages are cut over queue pairs: they are not read."""
+        self.base: int | None = None
+        """The first position that no collective has taken."""
+        self.base_psn: int | None = None
+        """Of its first packet, if it is known."""
+        self.least_psn: int | None = None
+        """Where it is not: the packet of the base is not before this one."""
+        self.from_start = False
+        """Whether position 0 is the first message of the connection."""
+        self.pending: dict[int, Write] = {}
+        self.headless: list[Write] = []
+        self.windows: deque[Window] = deque(maxlen=_WINDOWS)
+        self.lead: int | None = None
+        """Step minus position, of the last message with a flag."""
+        self.step: int | None = None
+        """Of the last message with a flag."""
+        self._only_flags = True
+        self._rooms: dict[tuple[int, int], deque[tuple[int, int]]] = {}
+        self._room_shift: int | None = None
+        self._told: deque[tuple[int, int]] = deque(maxlen=_MAX_ROOMS)
+        self.floating: list[Write] = []
+        """Messages whose position is not known yet."""
+
+    # ------------------------------------------------------------ where a message stands
+
+    def told(self, addr: int, rkey: int, index: int, size: int, frame: int) -> None:
+        """The receiver has room for message `index` (from 1)."""
+        self.cts += 1
+        self._told.append((index, frame))
+        self.size = size
+        told = self._rooms.pop((addr, rkey), None) or deque(maxlen=_LAPS)
+        told.append((index, frame))
+        self._rooms[addr, rkey] = told
+        if len(self._rooms) > _MAX_ROOMS:
+            del self._rooms[next(iter(self._rooms))]
+
+    def locate(self, write: Write, walk: Walk) -> int | None:
+        """The position of a message; None while it cannot be known.
+
+        `walk(connection, write, position, packets)` tells the position of a message that begins so
+        many packets after the one at `position`, by the messages that are expected in between.
+        """
+        course = self.courses[write.stream]
+        self.mtu = max(self.mtu, write.mtu)
+        if write.is_split or (write.immediate is not None and write.length > _SPLIT_BYTES):
+            self.is_split = write.is_split
+        if write.length and not write.flag:
+            self._only_flags = False
+        if course.psn is None and not write.flag and self._is_early(write):
+            course.psn, course.position = 0, 0
+        ahead = None if course.psn is None else psn_after(write.psn, course.psn)
+        position = self._position(write, course, ahead, walk)
+        if position is None:
+            if write not in self.floating:
+                self.floating = [*self.floating[1 - _MAX_HEADLESS :], write]
+            return None
+        if write.flag:
+            self.step = self._step(write.flag)
+            self.lead = self.step - position
+        if ahead == 0 and self._room_shift is None:
+            told = self._told_position(write)
+            self._room_shift = None if told is None else told - position
+        if write.span and (ahead is None or ahead >= 0):
+            course.psn = (write.psn + write.span) % PSN_COUNT
+            course.position = position + (1 if len(self.courses) == 1 else len(self.courses))
+        if self.base is None:
+            self._begin(write, position)
+        write.position = position
+        return position
+
+    def _position(
+        self,
+        write: Write,
+        course: Course,
+        ahead: int | None,
+        walk: Walk,
+    ) -> int | None:
+        if write.flag and self._only_flags:
+            position = self._step(write.flag) - (self.lead or 0)
+            if ahead is not None and ahead >= 0 and len(self.courses) == 1:
+                # each message takes at least one packet: a flag that says otherwise is damaged
+                return position if 0 <= position - course.position <= ahead else None
+            return position
+        if ahead == 0 and len(self.courses) == 1:
+            return course.position
+        told = self._told_position(write)
+        if len(self.courses) > 1:
+            return told
+        if ahead is None:
+            if told is None and write.flag:
+                return write.flag - 1
+            return told if told is not None or not write.length else 0
+        if ahead < 0:
+            return self._older(write)
+        found = walk(self, write, course.position, ahead)
+        if found is None and told is not None and 0 <= told - course.position <= ahead:
+            return told  # each message takes at least one packet
+        return found
+
+    def _told_position(self, write: Write) -> int | None:
+        """By the last record of the address that came before the message."""
+        for index, frame in reversed(self._rooms.get((write.va, write.rkey), ())):
+            if frame < write.frame:
+                return index - 1 - (self._room_shift or 0)
+        return None
+
+    def _is_early(self, write: Write) -> bool:
+        """Whether the connection was made just before its first message was seen."""
+        return write.psn <= _SMALL_PSN and self.step is None and len(self.courses) == 1
+
+    def _step(self, flag: int) -> int:
+        """The step that a flag means: flags are counted modulo 2^32."""
+        if self.step is None:
+            return (flag - 1) % _FLAGS
+        return self.step + (flag - 1 - self.step + _FLAGS // 2) % _FLAGS - _FLAGS // 2
+
+    def _older(self, write: Write) -> int | None:
+        """The position of a message that was sent again, by the packets of known windows."""
+        for window in reversed(self.windows):
+            if window.psn is None or window.offsets is None:
+                continue
+            ahead = psn_after(write.psn, window.psn)
+            if 0 <= ahead < window.offsets[-1] and ahead in window.offsets:
+                return window.first + window.offsets.index(ahead)
+        return None
+
+    def _begin(self, write: Write, position: int) -> None:
+        self.from_start = position <= _SMALL_STEP and write.psn <= _SMALL_PSN
+        if self.from_start:
+            self.base, self.base_psn = 0, 0
+        else:
+            self.base, self.base_psn = position, write.psn
+        # empty messages before the first flag stand right before it
+        psn = write.psn
+        for earlier in reversed(self.floating):
+            position -= 1
+            if (earlier.psn + earlier.span) % PSN_COUNT != psn or position < 0:
+                break
+            earlier.position = position
+            psn = earlier.psn
+            self.pending[position] = earlier
+            if not self.from_start:
+                self.base, self.base_psn = position, psn
+        self.floating.clear()
+
+    def retry(self, walk: Walk) -> list[tuple[Write, Window, int]]:
+        """Look again for the positions of messages that had none; gives those of old windows."""
+        waiting, self.floating = self.floating, []
+        found = []
+        for write in waiting:
+            position = self.locate(write, walk)
+            if position is None:
+                continue
+            window = self.window_of(position)
+            if window is not None:
+                found.append((write, window, position - window.first))
+            elif position >= (self.base or 0):
+                self.pending[position] = write
+        return found
+
+    def gap(self) -> tuple[int, int | None]:
+        """Messages that are missing at the base, and at most how many packets they took."""
+        base = self.base or 0
+        after = min((p for p in self.pending if p > base), default=base)
+        known = self.base_psn if self.base_psn is not None else self.least_psn
+        if after == base or known is None:
+            return after - base, None
+        return after - base, psn_after(self.pending[after].psn, known)
+
+    def frames_at_base(self) -> list[int]:
+        """Frames that show that the message at the base was, or will be, sent."""
+        base = self.base or 0
+        found = [w.frame for position, w in self.pending.items() if position - base < _NEAR]
+        found += [write.frame for write in (*self.headless, *self.floating)]
+        shift = 1 + (self._room_shift or 0)
+        found += [frame for index, frame in self._told if index - shift >= base]
+        return found
+
+    def owns(self, rkey: int) -> bool:
+        """Whether a remote key is of one of its buffers."""
+        return rkey in self.protocols or any(key == rkey for _, key in self._rooms)
+
+    def cleared(self, va: int, rkey: int) -> bool:
+        """Whether its receiver has told this address."""
+        return (va, rkey) in self._rooms
+
+    def add_headless(self, write: Write) -> None:
+        """Keep a message whose beginning was lost until its place is known."""
+        self.headless = [*self.headless[1 - _MAX_HEADLESS :], write]
+
+    # ------------------------------------------------------------ collectives
+
+    def window_of(self, position: int) -> Window | None:
+        """The collective that a position was given to, if it is still remembered."""
+        for window in reversed(self.windows):
+            if window.first <= position < window.stop:
+                return window
+        return None
+
+    def spans(self, lengths: Sequence[int]) -> list[int] | None:
+        """Sequence numbers from the first message to each, and to the end; None if unsure."""
+        if not self.mtu or len(self.courses) > 1:
+            return None
+        if self.is_split is None and max(lengths, default=0) > _SPLIT_BYTES:
+            return None
+        found = [0]
+        at = 0
+        for length in lengths:
+            at += max(1, -(-length // self.mtu))
+            if self.is_split and length > _SPLIT_BYTES:
+                at += 1
+            found.append(at)
+        return found
+
+    def fits(self, plan: Plan, base: int, psn: int | None) -> tuple[int, bool] | None:
+        """How many messages with data agree with a plan from `base` on; None where one does not.
+
+        The second value tells whether the first message is there, or its packet is known and
+        agrees: whether the plan can stand nowhere else.
+        """
+        agreeing = 0
+        offsets = self.spans(plan.lengths)
+        is_sure = base in self.pending or psn is not None
+        for position, write in self.pending.items():
+            place = position - base
+            if not 0 <= place < len(plan.lengths):
+                continue
+            length = plan.lengths[place]
+            if write.length != length or write.protocol not in (None, plan.protocol):
+                return None
+            if offsets is not None:
+                start = (write.psn - offsets[place]) % PSN_COUNT
+                if psn is not None and start != psn:
+                    return None
+                if psn is None and self._is_too_early(start):
+                    return None
+            agreeing += length > 0 or psn is not None
+        return agreeing, is_sure
+
+    def _is_too_early(self, psn: int) -> bool:
+        return self.least_psn is not None and psn_after(psn, self.least_psn) < 0
+
+    def take(self, plan: Plan, collective: Collective) -> list[Write]:
+        """Give the positions from the base on to a collective; returns its waiting messages."""
+        base = self.base or 0
+        window = Window(base, plan, collective)
+        self.windows.append(window)
+        waiting = [self.pending[p] for p in sorted(self.pending) if base <= p < window.stop]
+        for write in waiting:
+            del self.pending[write.position or 0]
+        window.offsets = offsets = self.spans(plan.lengths)
+        window.psn = self.base_psn
+        if offsets is not None and window.psn is None and waiting:
+            first = waiting[0]
+            place = (first.position or 0) - base
+            window.psn = (first.psn - offsets[place]) % PSN_COUNT
+        self.base = window.stop
+        self.base_psn = self.least_psn = None
+        last = waiting[-1] if waiting else None
+        if last is not None and last.position == window.stop - 1 and last.span:
+            self.base_psn = (last.psn + last.span) % PSN_COUNT
+        elif window.psn is not None and offsets is not None:
+            self.base_psn = (window.psn + offsets[-1]) % PSN_COUNT
+        return waiting
+
+    def skip(self) -> Write | None:
+        """Leave out one position: of another collective, or lost."""
+        base = self.base or 0
+        write = self.pending.pop(base, None)
+        self.base = base + 1
+        if write is None:
+            # a long gap at once, but for what may be the beginning of the next collective
+            self.base = max(self.base, min(self.pending, default=0) - _KEPT_OF_A_GAP)
+        if write is not None and write.span:
+            self.base_psn = (write.psn + write.span) % PSN_COUNT
+            self.least_psn = None
+        else:
+            known = self.base_psn if self.base_psn is not None else self.least_psn
+            skipped = self.base - base
+            self.least_psn = None if known is None else (known + skipped) % PSN_COUNT
+            self.base_psn = None
+        return write
+
+    def found_places(self) -> list[tuple[Write, Window, int]]:
+        """Messages without a beginning whose place has become known, with it."""
+        found = []
+        kept = []
+        for write in self.headless:
+            place = self._place(write)
+            if place is None:
+                kept.append(write)
+            else:
+                found.append((write, *place))
+        self.headless = kept[-_MAX_HEADLESS:]
+        return found
+
+    def _place(self, write: Write) -> tuple[Window, int] | None:
+        for window in reversed(self.windows):
+            if window.psn is None or window.offsets is None:
+                continue
+            ahead = psn_after(write.psn, window.psn)
+            if not 0 <= ahead < window.offsets[-1]:
+                continue
+            place = max(i for i, at in enumerate(window.offsets[:-1]) if at <= ahead)
+            write.offset = (ahead - window.offsets[place]) * self.mtu
+            return window, place
+        return None

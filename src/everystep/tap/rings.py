@@ -1,0 +1,369 @@
+"""The ring messages of one rank to the next, over all channels, read as collectives.
+
+Every channel takes its messages strictly in order, so a collective is found at the first position
+that none has taken yet: on all its channels at once, by the lengths of its messages and by packet
+sequence numbers. What fits nothing is left out, one message at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from msgspec import Struct
+
+from everystep.tap import bringup
+from everystep.tap.collectives import Collective, Expectations, Plan, plan_of
+from everystep.tap.connections import Connection, Window
+from everystep.tap.schedule import Schedule
+from everystep.tap.waiting import Channels
+from everystep.tap.writes import Write
+
+_UNKNOWN = "an all-reduce whose number is unknown"
+
+_AHEAD = 64
+"""Positions."""
+
+_MAX_LOST = 512
+"""All-reduces in a row that may be lost whole without losing count."""
+
+_NEXT = 8
+"""All-reduces of which a message that was not understood may be."""
+
+_PATIENCE = 32
+"""Messages after which one that did not come is lost: roce gives it up earlier."""
+
+_MAX_WAITING = 8192
+"""Messages that wait to be understood."""
+
+_MAX_WALK = 4096
+"""Messages in a row whose lengths are foreseen."""
+
+Place = Callable[[Connection, Write, Window, int], None]
+"""Called for a message whose collective is known, with its place in the window."""
+
+
+class Doubt(Struct, frozen=True):
+    """Counting begins anew: messages were lost, and how many all-reduces were among them is not
+    known.
+
+    Those from `collective` on follow each other, but not those before it.
+    """
+
+    collective: int
+    sender: int
+    """Index into the table of addresses."""
+
+
+class Ring(Channels):
+    """All ring connections of one sender."""
+
+    def __init__(
+        self,
+        expected: Expectations,
+        place: Place,
+        on_doubt: Callable[[Doubt], None],
+        record: bool,
+    ) -> None:
+        super().__init__(expected)
+        self.on_doubt = on_doubt
+        self.collectives: list[Collective] = []
+        """In order, where a record is kept."""
+        self.doubts: list[Doubt] = []
+        self._place = place
+        self._record = record
+        self._grammar = bringup.Grammar()
+        self._counts: dict[str, int] = {}
+        self.adrift = False
+        """Whether messages were lost among which may have been all-reduces: how many is unknown."""
+        self._may_grow = False
+
+    @property
+    def left_out(self) -> int:
+        """Messages that fitted nothing."""
+        return self._counts.get("other", 0)
+
+    def walk(self, connection: Connection, write: Write, position: int, packets: int) -> int | None:
+        """The position that begins `packets` after the one at `position`, by what is expected."""
+        channel = self.channels.index(connection)
+        number = self.number or 0
+        window = connection.window_of(position)
+        lengths: list[int] = []
+        if window is not None:
+            lengths += window.plan.lengths[position - window.first :]
+            number = window.collective.number + 1
+            if window.collective.kind != "allreduce":
+                number = 1 << 62  # what follows it is not known
+        elif position != connection.base:
+            return None
+        while len(lengths) <= min(packets, _MAX_WALK):
+            schedule = next(iter(self.expected.schedules(number, "Simple", channel + 1)), None)
+            if schedule is None or channel >= len(schedule.channels):
+                break
+            lengths += plan_of(schedule, channel, self.rank_index or 0).lengths
+            number += 1
+        offsets = connection.spans(lengths)
+        if offsets is None or packets not in offsets:
+            return None
+        place = offsets.index(packets)
+        if place < len(lengths) and lengths[place] != write.length:
+            return None
+        return position + place
+
+    # ------------------------------------------------------------ reading
+
+    def read(self, *, final: bool) -> bool:
+        """Find the collectives of what is waiting; whether any was found.
+
+        `final`: nothing more will come.
+        """
+        found = False
+        while any(c.pending for c in self.channels) and self._step(final):
+            found = True
+        # what was sent without its beginning may fall into windows that were taken before
+        for connection in self.channels:
+            waiting = len(connection.pending)
+            for write, window, place in connection.retry(self.walk):
+                self._place(connection, write, window, place)
+            found |= len(connection.pending) > waiting
+            if connection.headless:
+                self._place_headless(connection)
+        return found
+
+    def give_up(self, *, final: bool) -> bool:
+        """Leave out one message that fits nothing, if it is time to; whether one was."""
+        waiting = sum(len(c.pending) for c in self.channels)
+        if not waiting or not (final or self._is_late(waiting)):
+            return False
+        return self._leave_out()
+
+    def _step(self, final: bool) -> bool:
+        first = self.channels[0]
+        if first.base is None:
+            if not final:
+                return False
+            first = next(c for c in self.channels if c.pending)
+        self._may_grow = False
+        self.is_final = final
+        if self._bring_up(first):
+            return True
+        if not self.is_settled and not final and not self._has_begun(first):
+            return False
+        return self._expected() or self._lost() or self._inferred(final) or self._looked_ahead()
+
+    def _has_begun(self, first: Connection) -> bool:
+        """Whether channel 0 is so far on that every channel must have shown itself."""
+        loop = self.expected.shape.ring_steps + self.expected.shape.ranks
+        return len(first.pending) > loop
+
+    def _is_late(self, waiting: int) -> bool:
+        """Whether what waits would have been understood by now."""
+        if waiting > _MAX_WAITING:
+            return True
+        first = self.channels[0]
+        if self._may_grow or first.base is None:
+            return False
+        loop = range(first.base, first.base + self.expected.shape.ring_steps)
+        if any(position not in first.pending for position in loop):  # it may only be late
+            return bool(first.pending) and max(first.pending) > first.base + _PATIENCE
+        told = self.expected.count(self.number or 0) is not None
+        if told and self.is_settled and len(first.courses) < 2 and not self._rules_open():
+            return True
+        return self._has_begun(first)
+
+    def _rules_open(self) -> bool:
+        """Whether a told size is not enough: how NCCL cuts it must be seen whole first."""
+        return self.expected.contiguous is True and not self.expected.schedules(
+            self.number or 0, self.protocol(), len(self.channels)
+        )
+
+    def _bring_up(self, first: Connection) -> bool:
+        found = self._grammar.next(first, self.channels, self.expected.shape)
+        if found is None:
+            return False
+        collective = Collective(found.kind, self._count(found.kind), None, found.what, self._book())
+        self._take(collective, found.plans)
+        return True
+
+    def _expected(self) -> bool:
+        number = self.number or 0
+        options = self.expected.schedules(number, self.protocol(), len(self.channels))
+        return self._take_best(options)
+
+    def _take_best(self, options: Iterable[Schedule]) -> bool:
+        """Take what fits, if nothing else does."""
+        found: dict[Schedule, tuple[int, list[Plan]]] = {}
+        for schedule in options:
+            fitting = self.fitting(schedule)
+            if fitting is not None:
+                found.setdefault(schedule, fitting)
+        if self.is_open():
+            ways = {s.shape.added_step: plans[0] for s, (_, plans) in reversed(found.items())}
+            if True in ways:
+                choice = self.has_added_step(ways.get(False), ways[True])
+                found = {s: one for s, one in found.items() if s.shape.added_step is choice}
+        if len(found) != 1:
+            return False
+        ((schedule, (self.rank_index, plans)),) = found.items()
+        self._take_all_reduce(schedule, plans)
+        return True
+
+    def _lost(self) -> bool:
+        """Whether whole all-reduces were lost: then what waits stands just that far behind."""
+        if self.adrift or self.number is None:
+            # before the first, what was lost may be the parameters: as long as their gradients
+            return False
+        number = self.number
+        bases = [(c.base, c.base_psn) for c in self.channels]
+        if any(base in c.pending for c, (base, _) in zip(self.channels, bases, strict=True)):
+            return False
+        lost: list[tuple[Schedule, list[Plan]]] = []
+        for ahead in range(_MAX_LOST):
+            options = self.expected.schedules(number + ahead, self.protocol(), len(self.channels))
+            if not options or self.rank_index is None:
+                return False
+            schedule = options[0]
+            plans = [plan_of(schedule, b, self.rank_index) for b in range(len(schedule.channels))]
+            agreeing = self._agreeing(plans, bases)
+            if agreeing is None:
+                return False
+            if agreeing:
+                for one, its_plans in lost:
+                    self._take_all_reduce(one, its_plans)
+                return bool(lost)
+            for b, plan in enumerate(plans):
+                base, psn = bases[b]
+                offsets = self.channels[b].spans(plan.lengths)
+                if base is None or psn is None or offsets is None:
+                    return False
+                bases[b] = (base + len(plan.lengths), (psn + offsets[-1]) % (1 << 24))
+            lost.append((schedule, plans))
+        return False
+
+    def _is_from_start(self) -> bool:
+        return all(c.from_start for c in self.channels if c.base is not None)
+
+    def _inferred(self, final: bool) -> bool:
+        found = list(self.readings())
+        if not final and any(self.may_go_on(schedule) for schedule in found):
+            self._may_grow = True
+            return False
+        return self._take_best(found)
+
+    def _looked_ahead(self) -> bool:
+        """Where messages are missing: what follows may show how the all-reduce looks here."""
+        if self.is_whole_so_far() or self.expected.schedules(
+            self.number or 0, self.protocol(), len(self.channels)
+        ):
+            return False
+        for ahead in range(1, _AHEAD):
+            found = list(self.readings(ahead))
+            if found and self._take_best(found):
+                return True
+        return False
+
+    def _may_be_part(self, connection: Connection, write: Write) -> bool:
+        """Whether a message that fits nowhere may be of one of the next all-reduces after all."""
+        channel = self.channels.index(connection)
+        if self.number is None and not self._is_from_start():
+            return False  # the end of what had begun before the capture
+        for number in range(self.number or 0, (self.number or 0) + _NEXT):
+            options = self.expected.schedules(number, self.protocol(), len(self.channels))
+            if not options and write.length:
+                return True  # how this one is cut is not known yet
+            for schedule in options:
+                if channel < len(schedule.channels) and write.length:
+                    plan = plan_of(schedule, channel, self.rank_index or 0)
+                    if write.length in plan.lengths:
+                        return True
+        return False
+
+    def _leave_out(self) -> bool:
+        """Give up one message of a channel that cannot go on."""
+        stuck = [c for c in self.channels if c.pending]
+        if not stuck:
+            return False
+        # the channel that is furthest behind in the capture
+        connection = min(stuck, key=lambda c: min(w.frame for w in c.pending.values()))
+        has_begun = self.number is not None or self._is_from_start()
+        if has_begun and self.expected.count(self.number or 0) is None:
+            self.adrift = True  # it may be of an all-reduce of any size
+        elif connection.base in connection.pending:
+            self.adrift |= self._may_be_part(connection, connection.pending[connection.base])
+        elif self.may_hide(connection):
+            self.adrift = True
+        write = connection.skip()
+        if write is not None:
+            collective = Collective("other", self._count("other"), writes=self._book())
+            write.collective = collective
+            collective.saw(write)
+            if self._record:
+                self.collectives.append(collective)
+        return True
+
+    # ------------------------------------------------------------ taking
+
+    def _take_all_reduce(self, schedule: Schedule, plans: list[Plan]) -> None:
+        number = self._numbered(schedule, plans)
+        self.is_settled = True
+        if number is None:
+            collective = Collective("other", self._count("other"), None, _UNKNOWN, self._book())
+            self._take(collective, plans)
+            return
+        self.number = number + 1
+        self.expected.found(number, schedule)
+        collective = Collective("allreduce", number, schedule, None, self._book())
+        self._take(collective, plans)
+        if collective.last_frame:
+            self.expected.seen(collective)
+
+    def _numbered(self, schedule: Schedule, plans: list[Plan]) -> int | None:
+        """The number of an all-reduce; None if it cannot be told while other links can tell it."""
+        is_new = self.number is None
+        if is_new and not self.adrift and self._is_from_start():
+            self.number = 0
+        known = self.expected.schedule(self.number or 0)
+        if known is not None and known != schedule:
+            self.adrift = True
+        if not self.adrift and self.number is not None:
+            return self.number
+        frames = [
+            (write.frame, write.last_frame)
+            for connection, plan in zip(self.channels, plans, strict=False)
+            for position, write in connection.pending.items()
+            if 0 <= position - (connection.base or 0) < len(plan.lengths)
+        ]
+        number = None
+        if frames:
+            number = self.expected.number_at(min(f for f, _ in frames), max(f for _, f in frames))
+        if number is not None and self.expected.schedule(number) == schedule:
+            self.adrift = False
+            return number
+        if self.expected.others(self) and self.expected.newest() >= 0:
+            return None
+        number = self.expected.newest() + 1
+        if self.adrift:
+            self.doubts.append(Doubt(number, self.channels[0].sender))
+            self.on_doubt(self.doubts[-1])
+        self.adrift = False
+        return number
+
+    def _take(self, collective: Collective, plans: list[Plan]) -> None:
+        if self._record:
+            self.collectives.append(collective)
+        for connection, plan in zip(self.channels, plans, strict=False):
+            for write in connection.take(plan, collective):
+                window = connection.windows[-1]
+                self._place(connection, write, window, (write.position or 0) - window.first)
+            self._place_headless(connection)
+
+    def _place_headless(self, connection: Connection) -> None:
+        for write, window, place in connection.found_places():
+            self._place(connection, write, window, place)
+
+    def _count(self, kind: str) -> int:
+        number = self._counts.get(kind, 0)
+        self._counts[kind] = number + 1
+        return number
+
+    def _book(self) -> list[Write] | None:
+        return [] if self._record else None

@@ -1,0 +1,399 @@
+"""Streams of RDMA messages sorted into NCCL's connections, and those into rings and transfers.
+
+A stream is one direction of a queue pair. It carries data, or the clear-to-send records for the
+data that goes the other way. Both have the same UDP source port, which is how they are paired;
+where a network card chooses ports otherwise, by the address that was cleared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+from msgspec import Struct
+
+from everystep.tap import cts, writes
+from everystep.tap.collectives import Expectations
+from everystep.tap.connections import Connection, Course
+from everystep.tap.pieces import RAW, WRITE, Messages
+from everystep.tap.rings import Doubt, Place, Ring
+from everystep.tap.schedule import Protocol as Framing
+from everystep.tap.sendrecv import MAX_MESSAGE_BYTES, Transfers
+from everystep.tap.writes import FORMS, Write, protocol_of
+
+_MAX_CONNECTIONS = 4096
+_MAX_HELD = 64
+_RING_ROOM = 262144
+"""Simple: the room told in a ring is larger than this, that of a send/recv smaller."""
+_LL_ROOM = 65536
+_MOST_BYTES = 1 << 24
+_NEAR = 4096
+"""Steps by which a flag may jump before it is taken for data."""
+
+
+class Placer(Protocol):
+    """What roce's tracker does for a decoder (see pieces)."""
+
+    def place(self, stream: int, rkey: int, form: int) -> bool:
+        """Later messages with this key come in this form."""
+
+
+class Options(Struct, frozen=True, kw_only=True):
+    """What the wire does not tell."""
+
+    ranks: int
+    """k, length of the ring."""
+    element_bytes: int
+    """Of the gradients: 4 for float32 and int32, 2 for float16 and bfloat16."""
+    ring: tuple[int, ...] | None = None
+    """The ranks along the ring, beginning with rank 0; None: 0, 1, 2, and so on."""
+    added_step: bool | None = None
+    """Whether each rank also sends the reduced chunk that a ring does not send on; None: found out,
+    which is impossible where all chunks are equally long (then: no)."""
+    send_recv: bool = True
+    """Whether a send that has the size of what an all-reduce left out is taken for that."""
+    record: bool = False
+    """Keep every message with what became of it: for files, not for live traffic."""
+
+
+class Sorter:
+    """The connections of one communicator."""
+
+    def __init__(
+        self,
+        placer: Placer,
+        options: Options,
+        expected: Expectations,
+        place: Place,
+        on_doubt: Callable[[Doubt], None],
+    ) -> None:
+        self.connections: list[Connection] = []
+        """In the order of their first message."""
+        self.rings: list[Ring] = []
+        self.transfers: list[Transfers] = []
+        self.rank_of: dict[int, int] = {}
+        """By index into the table of addresses, as far as known."""
+        self.writes: list[Write] = []
+        """All data messages, where a record is kept."""
+        self.records: list[tuple[Write, cts.ClearToSend]] = []
+        """All clear-to-send records, likewise."""
+        self.ignored = 0
+        """Messages that NCCL does not send, or of more connections than are kept."""
+        self.refused = 0
+        """Messages that were cut over several queue pairs: none of that connection is used."""
+        self._placer = placer
+        self._options = options
+        self._expected = expected
+        self._place = place
+        self._on_doubt = on_doubt
+        self._layout: cts.Layout | None = None
+        self.streams: dict[int, tuple[int, int, int, int]] = {}
+        """By number: source, destination, queue pair, UDP source port."""
+        self._data: dict[int, Connection] = {}
+        self._cleared: dict[int, Connection] = {}
+        self._pairs: dict[tuple[int, int, int], Connection] = {}
+        self._owners: dict[int, Ring | Transfers] = {}
+        self._held: dict[int, list[Write]] = {}
+        self._confirmed: set[tuple[int, int]] = set()
+
+    def take(self, messages: Messages) -> list[Write]:
+        """Put messages to their connections; returns those of data."""
+        fresh: list[Write] = []
+        for number, source, destination, qp, port, *_ in messages.opened.tolist():
+            self.streams[number] = (source, destination, qp, port)
+        for row in messages.table.tolist():
+            write = self._message(row, messages)
+            if write is not None:
+                fresh.append(write)
+        for number in () if self._options.record else messages.closed.tolist():
+            for table in (self.streams, self._data, self._cleared):
+                table.pop(number, None)
+        return fresh
+
+    def ring_of(self, connection: Connection) -> Ring | None:
+        """The ring of a connection's sender."""
+        for ring in self.rings:
+            if any(self._same(c.sender, connection.sender) for c in ring.channels):
+                return ring
+        return None
+
+    def connection(self, stream: int) -> Connection:
+        """Of a stream of data."""
+        return self._data[stream]
+
+    def decide(self) -> None:
+        """Nothing more will come: what could not be told apart before."""
+        for connection in self.connections:
+            if connection.role is None and connection.data_qp is not None:
+                held = self._held.get(id(connection), [])
+                has_ring = self.ring_of(connection) is not None and any(
+                    write.protocol == "Simple" for write in held
+                )
+                self._assign(connection, "p2p" if has_ring else "ring")
+
+    # ------------------------------------------------------------ messages
+
+    def _message(self, row: tuple[Any, ...], messages: Messages) -> Write | None:
+        number = row[writes.STREAM]
+        connection = self._data.get(number)
+        if connection is None:
+            stream = self.streams.get(number)
+            if stream is None or row[writes.OPERATION] != WRITE:
+                self.ignored += 1
+                return None
+            if self._clear(row, stream, messages):
+                return None
+            connection = self._open(row, stream)
+            if connection is None:
+                self.ignored += 1
+                return None
+        write = self._write(connection, row, messages)
+        connection.messages += write.has_head and not write.is_tail
+        if self._options.record:
+            self.writes.append(write)
+        self._give(connection, write)
+        return write
+
+    def _give(self, connection: Connection, write: Write) -> None:
+        if connection.is_cut or self._is_piece(connection, write):
+            self.refused += 1
+            return
+        if connection.role is None:
+            self._choose_role(connection, write)
+        if connection.role is None:
+            held = self._held.setdefault(id(connection), [])
+            if len(held) < _MAX_HELD:
+                held.append(write)
+            return
+        if not write.has_head:
+            connection.add_headless(write)
+            return
+        owner = self._owners[id(connection)]
+        position = connection.locate(write, owner.walk)
+        if position is None:
+            return
+        window = connection.window_of(position)
+        if window is not None:
+            self._place(connection, write, window, position - window.first)
+        elif position >= (connection.base or 0):
+            connection.pending[position] = write
+
+    def _is_piece(self, connection: Connection, write: Write) -> bool:
+        """Whether a write is part of a message: its immediate is the size of the whole.
+
+        Since NCCL 2.29 the immediate may be a number of a request, so that it tells nothing where
+        there is one queue pair only.
+        """
+        told = write.immediate
+        if told is None or not write.length or not (write.complete and write.has_head):
+            return False
+        if len(connection.courses) < 2 and self._layout in cts.LAYOUTS[2:]:
+            return False
+        other = int.from_bytes(told.to_bytes(4, "little"), "big")
+        if write.length in (told, other) or not write.length < min(told, other) <= _MOST_BYTES:
+            return False
+        connection.is_cut = True
+        connection.pending.clear()
+        connection.floating.clear()
+        connection.headless.clear()
+        return True
+
+    def _write(self, connection: Connection, row: tuple[Any, ...], messages: Messages) -> Write:
+        """The message with its protocol known and its flags taken out."""
+        at = row[writes.AT]
+        ranges: writes.Ranges
+        if row[writes.COMPLETE]:
+            ranges = [(0, row[writes.LENGTH])]
+        else:
+            rows = messages.ranges[row[writes.RANGE_AT] : row[writes.RANGE_AT] + row[writes.RANGES]]
+            ranges = [(start, stop) for start, stop in rows.tolist()]
+        write = Write(row, messages.data[at : at + row[writes.NBYTES]], ranges)
+        if not (write.has_head and write.length):
+            write.restore(connection.mtu or write.mtu)
+        if not write.length or not write.ranges:
+            return write
+        framing = self._framing(connection, write)
+        write.protocol = framing
+        if framing is not None and row[writes.FORM] == RAW and framing != "Simple":
+            write.unpack(FORMS[framing])
+        key = (write.stream, write.rkey)
+        if write.flag and write.row[writes.HAS_HEAD] and key not in self._confirmed:
+            self._confirm(connection, write, key)
+        return write
+
+    def _framing(self, connection: Connection, write: Write) -> Framing | None:
+        if not write.row[writes.HAS_HEAD]:
+            # whatever the connection carries, if that is one protocol only
+            known = set(connection.protocols.values())
+            if len(known) != 1 or (known == {"LL128"} and not write.has_head):
+                return None  # an LL128 packet can be read once it is known where in its slice it is
+            return known.pop()
+        found = connection.protocols.get(write.rkey)
+        if found is None and write.ranges:
+            found, flag = protocol_of(write.data, write.ranges)
+            if found != "Simple" and not self._is_flag(connection, write, flag):
+                found = "Simple"
+            connection.protocols[write.rkey] = found
+            if found != "Simple":
+                self._placer.place(write.stream, write.rkey, FORMS[found])
+        return found
+
+    def _is_flag(self, connection: Connection, write: Write, flag: int) -> bool:
+        """Whether what looks like flags may be flags: a gradient of equal words looks so, too."""
+        if connection.size is not None:
+            return connection.size != MAX_MESSAGE_BYTES and connection.size < 2 * _RING_ROOM * 2
+        return write.psn != 0 or flag == 1
+
+    def _confirm(self, connection: Connection, write: Write, key: tuple[int, int]) -> None:
+        """The second message of a key shows whether the first was read rightly."""
+        if connection.step is None:
+            return
+        if 0 < abs(write.flag - 1 - connection.step) <= _NEAR:
+            self._confirmed.add(key)
+            return
+        connection.protocols[write.rkey] = "Simple"
+        self._placer.place(write.stream, write.rkey, RAW)
+        write.protocol, write.flag, write.ranges, write.complete = "Simple", 0, [], False
+
+    # ------------------------------------------------------------ clear to send
+
+    def _clear(
+        self, row: tuple[Any, ...], stream: tuple[int, int, int, int], messages: Messages
+    ) -> bool:
+        """Whether a message is a clear-to-send record; if so, note it."""
+        length = row[writes.LENGTH]
+        if length > cts.MAX_WRITE_BYTES or not row[writes.COMPLETE] or row[writes.HAS_IMMEDIATE]:
+            return False
+        payload = messages.data[row[writes.AT] : row[writes.AT] + row[writes.NBYTES]].tobytes()
+        found = cts.parse(payload, self._layout)
+        if found is None:
+            return False
+        self._layout, records = found
+        self._expected.contiguous = self._layout.nbytes != 32
+        self._expected.is_fine = self._layout in cts.LAYOUTS[2:]
+        source, destination, qp, port = stream
+        connection = self._cleared.get(row[writes.STREAM])
+        if connection is None:
+            connection = self._pair(destination, source, port)
+            connection.cts_qp = qp
+            self._cleared[row[writes.STREAM]] = connection
+        for record in records:
+            connection.told(record.addr, record.rkey, record.idx, record.size, row[writes.FRAME])
+            if self._options.record:
+                copy = np.frombuffer(payload, np.uint8)
+                self.records.append((Write(row, copy, [(0, length)]), record))
+        self._name(source, destination, records[0])
+        if connection.role is None and records[0].size != MAX_MESSAGE_BYTES:
+            self._assign(connection, "ring")
+        return True
+
+    def _name(self, source: int, destination: int, record: cts.ClearToSend) -> None:
+        """The record names its receiver's rank, and that of its neighbour on the ring."""
+        ring = self._options.ring or tuple(range(self._options.ranks))
+        if destination in self.rank_of or record.tag not in ring:
+            return
+        self.rank_of[destination] = record.tag
+        if source not in self.rank_of and (
+            record.size != MAX_MESSAGE_BYTES or self._options.ranks == 2
+        ):
+            self.rank_of[source] = ring[(ring.index(record.tag) + 1) % len(ring)]
+        for one in self.rings:
+            if one.rank_index is None:
+                one.rank_index = self._ring_index(one.channels[0])
+
+    def _ring_index(self, connection: Connection) -> int | None:
+        """Of the sender, where its rank is known, or that of its neighbour."""
+        ring = self._options.ring or tuple(range(self._options.ranks))
+        for end, behind in ((connection.sender, 0), (connection.receiver, 1)):
+            if end in self.rank_of:
+                return (ring.index(self.rank_of[end]) - behind) % len(ring)
+        return None
+
+    # ------------------------------------------------------------ connections
+
+    def _pair(self, sender: int, receiver: int, port: int) -> Connection:
+        connection = self._pairs.get((sender, receiver, port))
+        if connection is None:
+            connection = Connection(sender, receiver, port)
+            self._pairs[sender, receiver, port] = connection
+            self.connections.append(connection)
+        return connection
+
+    def _open(self, row: tuple[Any, ...], stream: tuple[int, int, int, int]) -> Connection | None:
+        """The connection of a stream of data."""
+        if len(self.connections) >= _MAX_CONNECTIONS:
+            return None
+        source, destination, qp, port = stream
+        rkey, va = row[writes.RKEY], row[writes.VA]
+        connection = self._pairs.get((source, destination, port))
+        if connection is None or connection.data_qp not in (None, qp):
+            beside = [
+                c
+                for c in self.connections
+                if (c.sender, c.receiver) == (source, destination)
+                and rkey
+                and (c.owns(rkey) if c.data_qp is not None else c.cleared(va, rkey))
+            ]
+            connection = beside[0] if beside else self._pair(source, destination, port)
+        if connection.data_qp is None:
+            connection.data_qp = qp
+            owner = self._owners.get(id(connection))
+            if isinstance(owner, Ring):
+                owner.sort()
+                self._has_sent(owner)
+        connection.courses[row[writes.STREAM]] = Course()
+        self._data[row[writes.STREAM]] = connection
+        return connection
+
+    def _choose_role(self, connection: Connection, write: Write) -> None:
+        """A ring, unless the room told or the framing is that of a send/recv."""
+        size = connection.size
+        if write.flag or not write.length:
+            self._assign(connection, "ring")
+        elif size is not None:
+            is_transfer = _LL_ROOM < size <= _RING_ROOM and write.protocol in (None, "Simple")
+            self._assign(connection, "p2p" if is_transfer else "ring")
+        elif write.protocol is None:
+            return
+        elif self.ring_of(connection) is not None:
+            self._assign(connection, "p2p")
+        elif write.length > MAX_MESSAGE_BYTES:
+            self._assign(connection, "ring")
+
+    def _assign(self, connection: Connection, role: str) -> None:
+        connection.role = role
+        owner: Ring | Transfers
+        if role == "ring":
+            found = self.ring_of(connection)
+            if found is None:
+                found = Ring(self._expected, self._place, self._on_doubt, self._options.record)
+                self.rings.append(found)
+            found.add_channel(connection)
+            if found.rank_index is None:
+                found.rank_index = self._ring_index(connection)
+            owner = found
+            if connection.data_qp is not None:
+                self._has_sent(found)
+        else:
+            owner = self._transfers_of(connection)
+            owner.add(connection)
+        self._owners[id(connection)] = owner
+        for write in self._held.pop(id(connection), []):
+            self._give(connection, write)
+
+    def _has_sent(self, ring: Ring) -> None:
+        if ring not in self._expected.rings:
+            self._expected.rings.append(ring)
+
+    def _transfers_of(self, connection: Connection) -> Transfers:
+        for transfers in self.transfers:
+            if self._same(transfers.connections[0].sender, connection.sender):
+                return transfers
+        found = Transfers(self._expected, self._place, self._options.record)
+        self.transfers.append(found)
+        return found
+
+    def _same(self, a: int, b: int) -> bool:
+        """Whether two addresses are known to be of one rank."""
+        return a == b or (a in self.rank_of and self.rank_of[a] == self.rank_of.get(b))

@@ -1,0 +1,231 @@
+"""The channels of a ring, the messages that wait on them, and what all-reduce they could be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from everystep.tap.collectives import Expectations, Plan, plan_of
+from everystep.tap.connections import Connection
+from everystep.tap.inference import inferred
+from everystep.tap.schedule import Protocol, Schedule
+from everystep.tap.writes import Write
+
+_MAX_LOOKED_AT = 4096
+
+_ENOUGH = 3
+"""All-reduces after which an added step would have shown itself, if chunks are not all alike."""
+
+
+class Channels:
+    """All ring connections of one sender."""
+
+    def __init__(self, expected: Expectations) -> None:
+        self.expected = expected
+        self.channels: list[Connection] = []
+        self.rank_index: int | None = None
+        """Ring index of the sender, if it is known."""
+        self.number: int | None = None
+        """Of the next all-reduce; None before the first."""
+        self.is_final = False
+        self.is_settled = False
+
+    def add_channel(self, connection: Connection) -> None:
+        """Another connection of this sender; queue pairs are numbered in the order of channels."""
+        self.channels.append(connection)
+        self.sort()
+        self.is_settled = False
+
+    def sort(self) -> None:
+        """Put the channels into their order, as far as queue pairs are known."""
+        if all(c.data_qp is not None for c in self.channels):
+            self.channels.sort(key=lambda c: c.data_qp or 0)
+        elif all(c.cts_qp is not None for c in self.channels):
+            self.channels.sort(key=lambda c: c.cts_qp or 0)
+
+    def is_open(self) -> bool:
+        """Whether it is not known if the ring has an added step."""
+        return len(self.expected.shapes) > 1
+
+    def has_added_step(self, plain: Plan | None, added: Plan) -> bool | None:
+        """Whether what waits has an added step, where both readings fit; None: not to be known.
+
+        An added step looks like the first message of the next all-reduce: all must be seen that
+        goes before it, and that it comes again; or that nothing comes after it.
+        """
+        first = self.channels[0]
+        run = self._run(first)
+        size = len(added.lengths)
+        if run[:size] != list(added.lengths):
+            return None if plain is None or _goes_on(run, added.lengths) else False
+        if not _goes_on(run, added.lengths):
+            return False
+        is_all = len(run) == len(first.pending) and not (first.floating or first.headless)
+        if self.is_final and is_all and len(run) == size:
+            return True
+        if plain is not None and _goes_on(run, plain.lengths):
+            return False if len(run) >= _ENOUGH * size else None
+        return True if len(run) >= 2 * size or plain is None else None
+
+    def protocol(self) -> Protocol:
+        """Of the messages that wait."""
+        for connection in self.channels:
+            for position in sorted(connection.pending)[:_MAX_LOOKED_AT]:
+                protocol = connection.pending[position].protocol
+                if protocol is not None:
+                    return protocol
+        return "LL"
+
+    def fitting(self, schedule: Schedule) -> tuple[int, list[Plan]] | None:
+        """The plans of a schedule's channels, where all messages that are there agree with them,
+        and the ring index of the sender.
+
+        None also where they agree with the plans of more than one rank, and it is not known which.
+        """
+        if len(schedule.channels) > len(self.channels):
+            return None
+        fitting = []
+        for ring_index in self._ring_indices():
+            plans = [plan_of(schedule, b, ring_index) for b in range(len(schedule.channels))]
+            agreeing = 0
+            for connection, plan in zip(self.channels, plans, strict=False):
+                if connection.base is None:
+                    continue
+                found = connection.fits(plan, connection.base, connection.base_psn)
+                if found is None or not found[1]:
+                    break
+                agreeing += found[0]
+            else:
+                if agreeing:
+                    fitting.append((ring_index, plans))
+        return fitting[0] if len(fitting) == 1 else None
+
+    def _ring_indices(self) -> list[int]:
+        if self.rank_index is not None:
+            return [self.rank_index]
+        return list(range(self.expected.shape.ranks))
+
+    def _agreeing(
+        self, plans: list[Plan], bases: list[tuple[int | None, int | None]]
+    ) -> int | None:
+        agreeing = 0
+        for connection, plan, (base, psn) in zip(self.channels, plans, bases, strict=False):
+            if base is None:
+                continue
+            found = connection.fits(plan, base, psn)
+            if found is None:
+                return None
+            agreeing += found[0]
+        return agreeing
+
+    def is_whole_so_far(self) -> bool:
+        """Whether nothing is missing before the last message that waits."""
+        return all(len(self._run(c)) == len(c.pending) for c in self.channels if c.base is not None)
+
+    def readings(self, ahead: int = 0) -> Iterator[Schedule]:
+        """All-reduces that the messages that wait could be, on most channels first.
+
+        `ahead`: from so many positions behind the base on.
+        """
+        protocol = self.protocol()
+        expected = self.expected
+        ways = [False, True] if expected.contiguous is None else [expected.contiguous]
+        for used in range(len(self.channels), 0, -1):
+            if self._goes_beside(used):
+                return
+            loop = expected.shape.ring_steps
+            lengths = [self._padded(c, ahead, loop) for c in self.channels[:used]]
+            found = [
+                inferred(
+                    shape,
+                    protocol,
+                    ring_index,
+                    lengths,
+                    expected.chunk_bytes[protocol],
+                    contiguous=contiguous,
+                    count=expected.count(self.number or 0),
+                    is_fine=expected.is_fine,
+                )
+                for shape in expected.shapes
+                for ring_index in self._ring_indices()
+                for contiguous in ways
+            ]
+            readings = [schedule for schedule in found if schedule is not None]
+            yield from readings
+            if readings:
+                return
+
+    def _goes_beside(self, used: int) -> bool:
+        """Whether a channel beyond the first `used` sends at the same time as they do: then they
+        are not all that take part."""
+        own = [w.last_frame for c in self.channels[:used] for w in self._first_loop(c)]
+        beside = [frame for c in self.channels[used:] for frame in c.frames_at_base()]
+        return bool(own and beside) and min(beside) < max(own)
+
+    def _first_loop(self, connection: Connection) -> list[Write]:
+        base = connection.base or 0
+        waiting = (connection.pending.get(base + i) for i in range(self.expected.shape.ring_steps))
+        return [write for write in waiting if write is not None]
+
+    def _run(self, connection: Connection, ahead: int = 0, holes: int = 0) -> list[int | None]:
+        """The lengths of the messages that wait, as far as they follow each other.
+
+        `holes`: so many missing ones in a row do not end it.
+        """
+        found: list[int | None] = []
+        if connection.base is None:
+            return found
+        at = connection.base + ahead
+        last = max(connection.pending, default=-1)
+        while at <= last and len(found) - _known_until(found) <= holes:
+            write = connection.pending.get(at)
+            found.append(None if write is None else write.length)
+            at += 1
+        return found[: _known_until(found)]
+
+    def may_go_on(self, schedule: Schedule) -> bool:
+        """Whether another loop of this all-reduce may still come: its last loop is full."""
+        largest = self.expected.chunk_bytes[schedule.protocol] // schedule.shape.element_bytes
+        full = all(
+            stop - start == largest for loops in schedule.channels for start, stop in loops[-1]
+        )
+        told = self.expected.count(self.number or 0) is not None
+        after = [
+            (c.base or 0) + len(plan_of(schedule, b, self.rank_index or 0).lengths) in c.pending
+            for b, c in enumerate(self.channels[: len(schedule.channels)])
+        ]
+        return full and not told and not all(after)
+
+    def may_hide(self, connection: Connection) -> bool:
+        """Whether an all-reduce may be, in part or whole, where messages of a channel are lost."""
+        channel = self.channels.index(connection)
+        missing, packets = connection.gap()
+        number = self.number or 0
+        known = self.expected.schedules(number, self.protocol(), len(self.channels))
+        for schedule in known:
+            if channel >= len(schedule.channels):
+                continue
+            plan = plan_of(schedule, channel, self.rank_index or 0)
+            found = connection.fits(plan, connection.base or 0, connection.base_psn)
+            if found is not None and found[0]:
+                return True
+            offsets = connection.spans(plan.lengths)
+            if missing >= len(plan.lengths) and (
+                packets is None or offsets is None or packets >= offsets[-1]
+            ):
+                return True
+        return not known
+
+    def _padded(self, connection: Connection, ahead: int, loop: int) -> list[int | None]:
+        """What waits, with holes of less than a loop; a loop that is not whole is filled up."""
+        found = self._run(connection, ahead, loop - 1)
+        return found + [None] * (-len(found) % loop if self.is_final else 0)
+
+
+def _goes_on(run: Sequence[int | None], lengths: Sequence[int]) -> bool:
+    """Whether these are the lengths, again and again."""
+    return all(length == lengths[i % len(lengths)] for i, length in enumerate(run))
+
+
+def _known_until(lengths: list[int | None]) -> int:
+    """Where the last known length ends."""
+    return max((i + 1 for i, length in enumerate(lengths) if length is not None), default=0)
