@@ -38,6 +38,10 @@ _MAX_WAITING = 8192
 _MAX_WALK = 4096
 """Messages in a row whose lengths are foreseen."""
 
+_LOOKS = 64
+"""Looks at messages that wait, for each that has come: what cannot be made out from so many is left
+out, so that no capture takes longer than its size says."""
+
 Place = Callable[[Connection, Write, Window, int], None]
 """Called for a message whose collective is known, with its place in the window."""
 
@@ -76,6 +80,8 @@ class Ring(Channels):
         self.adrift = False
         """Whether messages were lost among which may have been all-reduces: how many is unknown."""
         self._may_grow = False
+        self._looks = 256 * _LOOKS
+        self._waited = 0
 
     @property
     def left_out(self) -> int:
@@ -117,6 +123,7 @@ class Ring(Channels):
         `final`: nothing more will come.
         """
         found = False
+        self._looks += _LOOKS * max(0, self._waiting - self._waited)
         while any(c.pending for c in self.channels) and self._step(final):
             found = True
         # what was sent without its beginning may fall into windows that were taken before
@@ -127,11 +134,24 @@ class Ring(Channels):
             found |= len(connection.pending) > waiting
             if connection.headless:
                 self._place_headless(connection)
+        self._waited = self._waiting
         return found
+
+    @property
+    def _waiting(self) -> int:
+        return sum(len(c.pending) for c in self.channels)
+
+    def _may_look(self) -> bool:
+        """Whether all that waits may be looked at once more."""
+        cost = self._waiting + 32 * len(self.channels)
+        if self._looks < cost:
+            return False
+        self._looks -= cost
+        return True
 
     def give_up(self, *, final: bool) -> bool:
         """Leave out one message that fits nothing, if it is time to; whether one was."""
-        waiting = sum(len(c.pending) for c in self.channels)
+        waiting = self._waiting
         if not waiting or not (final or self._is_late(waiting)):
             return False
         return self._leave_out()
@@ -243,6 +263,9 @@ class Ring(Channels):
         return all(c.from_start for c in self.channels if c.base is not None)
 
     def _inferred(self, final: bool) -> bool:
+        if not self._may_look():
+            self._may_grow = not final  # and be made out when more has come
+            return False
         found = list(self.readings())
         if not final and any(self.may_go_on(schedule) for schedule in found):
             self._may_grow = True
@@ -256,6 +279,8 @@ class Ring(Channels):
         ):
             return False
         for ahead in range(1, _AHEAD):
+            if not self._may_look():
+                return False
             found = list(self.readings(ahead))
             if found and self._take_best(found):
                 return True

@@ -63,7 +63,7 @@ class Channels:
         if self.is_final and is_all and len(run) == size:
             return True
         if plain is not None and _goes_on(run, plain.lengths):
-            return False if len(run) >= _ENOUGH * size else None
+            return False if self.is_final or len(run) >= _ENOUGH * size else None
         return True if len(run) >= 2 * size or plain is None else None
 
     def protocol(self) -> Protocol:
@@ -176,11 +176,13 @@ class Channels:
             return found
         at = connection.base + ahead
         last = max(connection.pending, default=-1)
-        while at <= last and len(found) - _known_until(found) <= holes:
+        known = 0
+        while at <= last and len(found) - known <= holes:
             write = connection.pending.get(at)
             found.append(None if write is None else write.length)
+            known = known if write is None else len(found)
             at += 1
-        return found[: _known_until(found)]
+        return found[:known]
 
     def may_go_on(self, schedule: Schedule) -> bool:
         """Whether another loop of this all-reduce may still come: its last loop is full."""
@@ -224,8 +226,3 @@ class Channels:
 def _goes_on(run: Sequence[int | None], lengths: Sequence[int]) -> bool:
     """Whether these are the lengths, again and again."""
     return all(length == lengths[i % len(lengths)] for i, length in enumerate(run))
-
-
-def _known_until(lengths: list[int | None]) -> int:
-    """Where the last known length ends."""
-    return max((i + 1 for i, length in enumerate(lengths) if length is not None), default=0)
