@@ -287,6 +287,9 @@ def test_one_of_two_ranks_is_killed(zygote: Zygote, quick_path: Path) -> None:
         assert lives.child is not None
         assert lives.child.wait() == 0, lives.child.said()
     for lives in ranks:
+        # a rank that has looked for the last time before the other's newest step was durable leaves
+        # its part of an old one to the next start
+        lives.unwanted = {"damage"}
         lives.finish(end)
         lives.board.close()
     assert len(set(ranks[0].restored)) >= 3

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from everystep.cli.tap import arrays
 from everystep.cli.tap_report import Reader
+from everystep.cli.tap_words import arrays
 from everystep.errors import UsageError
 from everystep.tap import capture, cts, roce
 from everystep.tap.nccl import Decoder, Options

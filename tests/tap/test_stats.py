@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from everystep.cli import main
-from everystep.cli.tap_stats import Stats, Watched
+from everystep.cli.tap_stats import Stats
+from everystep.cli.tap_watched import Watched
 from everystep.tap import live
 from tap.generator import Job, Wire, mirrored, random_inputs
 from tap.gloo_wire import Group
