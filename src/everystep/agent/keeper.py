@@ -128,7 +128,7 @@ class Keeper:
     # ------------------------------------------------------------ the thread
 
     def _next(self) -> Callable[[], None] | None:
-        """What to do now; None: nothing."""
+        """What to do now; None: nothing. Each kind of keeper says it."""
         raise NotImplementedError
 
     def _pause_s(self) -> float:
