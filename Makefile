@@ -28,7 +28,8 @@ clean:
 # Without the constraints, pip may choose a far larger build of torch.
 $(STAMP): pyproject.toml constraints.txt src/everystep/engine/_stream.c src/everystep/deltas/_codec.c src/everystep/recovery/_adam.c src/everystep/state/_same.c \
 		src/everystep/tap/_packets.c src/everystep/tap/_roce.c src/everystep/tap/_tcp.c \
-		src/everystep/tap/_arena.h src/everystep/tap/_crc.h src/everystep/tap/_forms.h
+		src/everystep/tap/_arena.h src/everystep/tap/_crc.h src/everystep/tap/_forms.h \
+		src/everystep/tap/_rows.h
 	test -x $(BIN)/pip || $(PYTHON) -m venv --clear .venv
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@

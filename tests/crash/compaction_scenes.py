@@ -19,6 +19,7 @@ from crash.nursery import agents_from_nursery, at_any_call
 from crash.staged_scenes import _held, note
 from crash.trainer import Board, Job
 from everystep import Checkpointer, Deltas, Retention, load
+from everystep.agent.handover import Lost
 from waiting import until
 
 KEPT_FULLS = 2
@@ -66,6 +67,7 @@ def agents_die(run: str, kills: int, calls: int, seed: int, full_every: int = 3)
         )
         with ck:
             assert ck.restore() == 0
+            heard = Heard(ck)
             while killed < kills or step % full_every:
                 step += 1
                 job.step(1)
@@ -75,7 +77,7 @@ def agents_die(run: str, kills: int, calls: int, seed: int, full_every: int = 3)
                     until(lambda: has_full(ck, step) or have_died() > killed, 30, "a full")  # noqa: B023
                 if have_died() > killed:
                     killed += 1
-                    until(lambda: heard_of_death(ck), 30, "the trainer to hear of it")
+                    until(lambda: heard.losses >= killed, 30, "the trainer to hear of it")  # noqa: B023
                     found = load(run)
                     assert (
                         digest(found.models["model"], found.optimizer()["state"])
@@ -87,10 +89,18 @@ def agents_die(run: str, kills: int, calls: int, seed: int, full_every: int = 3)
     print("end", step, most, job.digest(), flush=True)
 
 
-def heard_of_death(ck: Checkpointer) -> bool:
-    """Whether the next step will come whole, for another agent to begin from."""
-    session: Any = ck._session
-    return bool(session._lost)
+class Heard:
+    """Counts the deaths of agents that the trainer's session has been told of: its next step comes
+    whole, for another agent to begin from."""
+
+    def __init__(self, ck: Checkpointer) -> None:
+        agent: Any = ck._agent
+        self.losses, self._session = 0, agent._heard
+        agent.listen(self._hear)
+
+    def _hear(self, message: Any) -> None:
+        self._session(message)
+        self.losses += isinstance(message, Lost)
 
 
 def has_full(ck: Checkpointer, step: int) -> bool:

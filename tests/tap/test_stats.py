@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -72,25 +70,6 @@ def test_what_is_counted(ranks: int) -> None:
     assert record.collectives_per_s == len(SIZES) * ITERATIONS
     assert record.doubts == 0
     assert record.skipped["not IP"] == 1
-
-
-@pytest.fixture
-def pair() -> Iterator[tuple[str, str]]:
-    """Names of two interfaces of which each receives what the other sends."""
-    a, b = f"sta{os.getpid() % 100_000}a", f"sta{os.getpid() % 100_000}b"
-    made = subprocess.run(
-        ["ip", "link", "add", a, "type", "veth", "peer", "name", b],
-        capture_output=True,
-        check=False,
-    )
-    if made.returncode:
-        pytest.skip("virtual interfaces cannot be made here")
-    try:
-        for name in (a, b):
-            subprocess.run(["ip", "link", "set", name, "mtu", "9000", "up"], check=True)
-        yield a, b
-    finally:
-        subprocess.run(["ip", "link", "del", a], check=True)
 
 
 @pytest.mark.root

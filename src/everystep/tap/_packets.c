@@ -11,31 +11,14 @@ The interpreter lock is not held while a batch is read.
 #include <stdint.h>
 #include <string.h>
 
-typedef uint8_t u8;
-typedef uint16_t u16;
-typedef uint32_t u32;
-typedef uint64_t u64;
-
-typedef struct { u64 at; int64_t time_ns; u32 captured, length; } frame_row;
-
-typedef struct {
-    u64 at;
-    u32 frame, length, captured, header, source, destination, sequence, acknowledgement;
-    u16 source_port, destination_port, window;
-    u8 flags, protocol;
-} packet_row;
+#include "_rows.h"
 
 /* One interface of a pcapng section; ticks 0: its times cannot be told. */
 typedef struct { u64 ticks_per_s; int64_t offset_s; u32 snap, ethernet; } interface_row;
 
-_Static_assert(sizeof(frame_row) == 24 && sizeof(packet_row) == 48 && sizeof(interface_row) == 24,
-               "rows have no holes");
+_Static_assert(sizeof(interface_row) == 24, "rows have no holes");
 
 static inline u16 big16(const u8 *p) { return (u16)(p[0] << 8 | p[1]); }
-static inline u32 big32(const u8 *p)
-{
-    return (u32)p[0] << 24 | (u32)p[1] << 16 | (u32)p[2] << 8 | p[3];
-}
 static inline u16 get16(const u8 *p, int big)
 {
     return big ? big16(p) : (u16)(p[1] << 8 | p[0]);

@@ -18,22 +18,9 @@ sequence number, never by the order of arrival.
 #include "_arena.h"
 #include "_crc.h"
 #include "_forms.h"
-
-typedef uint8_t u8;
-typedef uint16_t u16;
-typedef uint32_t u32;
-typedef uint64_t u64;
+#include "_rows.h"
 
 /* ------------------------------------------------------------------ rows of pieces.py */
-
-typedef struct { u64 at; int64_t time_ns; u32 captured, length; } frame_row;
-
-typedef struct {
-    u64 at;
-    u32 frame, length, captured, header, source, destination, sequence, acknowledgement;
-    u16 source_port, destination_port, window;
-    u8 flags, protocol;
-} packet_row;
 
 typedef struct { u32 number, source, destination, qp; u16 source_port; u8 is_response, unused; }
     stream_row;
@@ -153,10 +140,6 @@ typedef struct {
     u8 opcode, is_cut;
 } packet;
 
-static inline u32 big32(const u8 *p)
-{
-    return (u32)p[0] << 24 | (u32)p[1] << 16 | (u32)p[2] << 8 | p[3];
-}
 static inline u32 big24(const u8 *p) { return (u32)p[0] << 16 | (u32)p[1] << 8 | p[2]; }
 
 /* How far `psn` lies after `from`, as a signed number of 24 bits. */

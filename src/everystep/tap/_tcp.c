@@ -14,17 +14,7 @@ tcp.py (all others). The interpreter lock is not held while a batch is worked on
 #include <emmintrin.h>
 #endif
 
-typedef uint8_t u8;
-typedef uint16_t u16;
-typedef uint32_t u32;
-typedef uint64_t u64;
-
-typedef struct {
-    u64 at;
-    u32 frame, length, captured, header, source, destination, sequence, acknowledgement;
-    u16 source_port, destination_port, window;
-    u8 flags, protocol;
-} packet_row;
+#include "_rows.h"
 
 enum { DATA, SPILLED, LOST, BROKEN, ENDED }; /* kinds of extents */
 
@@ -48,7 +38,7 @@ typedef struct { u64 start, stop, frame; u32 stream, _; } source_row;
 
 typedef struct { u64 start, at, stop, frame; u32 stream, _; } mismatch_row;
 
-_Static_assert(sizeof(packet_row) == 48 && sizeof(extent_row) == 40 && sizeof(opened_row) == 24
+_Static_assert(sizeof(extent_row) == 40 && sizeof(opened_row) == 24
                && sizeof(mark_row) == 40 && sizeof(body_row) == 32 && sizeof(scatter_row) == 48
                && sizeof(source_row) == 32 && sizeof(mismatch_row) == 40, "rows have no holes");
 
