@@ -143,6 +143,9 @@ def work(directory: Path, rank: int, slices: int, steps: int) -> None:
     }
     (directory / f"found-{rank}.json").write_text(json.dumps(found))
     dist.barrier()
+    del (
+        one
+    )  # a DDP model that outlives its group may wait for gloo's threads for ever, and they for it
     dist.destroy_process_group()
 
 

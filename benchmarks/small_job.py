@@ -254,6 +254,9 @@ def work(directory: Path, rank: int, rounds: int, steps: int) -> None:
     _limits(directory / f"plain-{rank}.bin", one.found)
     (directory / f"found-{rank}.json").write_text(json.dumps(asdict(one.found)))
     dist.barrier()
+    del (
+        one
+    )  # a DDP model that outlives its group may wait for gloo's threads for ever, and they for it
     dist.destroy_process_group()
 
 

@@ -7,6 +7,8 @@ it means.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -24,6 +26,7 @@ from waiting import until
 
 _START_S = 120.0
 _END_S = 60.0
+_TELL_S = 10.0
 
 
 class Child:
@@ -47,14 +50,19 @@ class Child:
         return True
 
     def wait(self, deadline_s: float = _END_S) -> int:
-        """Wait for its end; returns its status."""
+        """Wait for its end; returns its status.
+
+        Raises: TimeoutError when it is still there after `deadline_s` seconds, with what it said
+            and where each of its threads stood.
+        """
         try:
-            until(
-                lambda: self.status() is not None, deadline_s, f"{self.pid} to end: {self.said()}"
-            )
-        except TimeoutError:
+            until(lambda: self.status() is not None, deadline_s, f"{self.pid} to end")
+        except TimeoutError as late:
+            self.kill(signal.SIGABRT)  # it tells where its threads stand, and ends
+            with contextlib.suppress(TimeoutError):
+                until(lambda: self.status() is not None, _TELL_S, f"{self.pid} to tell")
             self.kill()
-            raise
+            raise TimeoutError(f"{late}: {self.said()}") from None
         status = self.status()
         assert status is not None
         return status
@@ -185,6 +193,7 @@ def _become(called: Callable[..., Any], request: dict[str, Any]) -> None:
         os.close(log)
         os.close(0)
         os.open(os.devnull, os.O_RDONLY)
+        faulthandler.enable()
         called(**request["arguments"])
         status = 0
     except SystemExit as end:

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from agent.replica_scenes import agents_in_threads
 from everystep import Checkpointer, Replica, Retention
 from everystep.store import increments
 from everystep.types import StepRef
-from exact.ranks import join
+from exact.ranks import join, leave
 
 ROWS, WIDTH, USED = 2000, 16, 120
 UNIT = 4096
@@ -76,7 +75,13 @@ def main(phase: str, folder: str, rank: int, world_size: int) -> None:
     last. Told: the digest of each step."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     join(phase, Path(folder), rank, world_size)
-    training = Training(rank)
+    told = _life(phase, Path(folder, "run"), Training(rank))
+    Path(folder, f"{phase}-{rank}.json").write_text(json.dumps(told))
+    leave()
+
+
+def _life(phase: str, run: Path, training: Training) -> dict[int, str]:
+    """The digest of each step that was trained or restored."""
     told: dict[int, str] = {}
 
     def train(until: int, ck: Checkpointer | None) -> None:
@@ -88,7 +93,7 @@ def main(phase: str, folder: str, rank: int, world_size: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch, agents_in_threads():
         patch.setattr(increments, "UNIT_BYTES", UNIT)
-        with training.checkpointer(Path(folder, "run")) as ck:
+        with training.checkpointer(run) as ck:
             for step in ck.steps():
                 ck.restore(StepRef("main", step))
                 told[step] = training.digest()
@@ -97,5 +102,4 @@ def main(phase: str, folder: str, rank: int, world_size: int) -> None:
             train(STEPS if phase == "train" else STEPS + MORE, ck)
     if phase == "train":
         train(STEPS + MORE, None)
-    Path(folder, f"{phase}-{rank}.json").write_text(json.dumps(told))
-    dist.destroy_process_group()
+    return told

@@ -14,7 +14,7 @@ from everystep import Retention
 from everystep.automatic import Automatic
 from everystep.types import StepRef
 from exact.matrix import Case
-from exact.ranks import difference, digests, join, made
+from exact.ranks import difference, digests, join, leave, made
 from planted import at_once, in_turn
 
 SCENES = {
@@ -38,7 +38,7 @@ def main(phase: str, scene: str, folder: str, rank: int, world_size: int) -> Non
     join(phase, place, rank, world_size)
     told = train(place, scene) if phase == "train" else resume(place, scene, rank)
     (place / f"{phase}-{rank}.json").write_text(json.dumps(told))
-    dist.destroy_process_group()
+    leave()
 
 
 def train(place: Path, scene: str) -> dict[str, object]:
@@ -74,7 +74,14 @@ def late(phase: str, folder: str, rank: int, world_size: int) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     place = Path(folder)
     join(phase, place, rank, world_size)
-    one = made(SCENES["ddp"], 1 if phase == "train" else 2)
+    told = _late(place, 1 if phase == "train" else 2, rank)
+    (place / f"{phase}-{rank}.json").write_text(json.dumps(told))
+    leave()
+
+
+def _late(place: Path, seed: int, rank: int) -> dict[str, object]:
+    """What is told."""
+    one = made(SCENES["ddp"], seed)
     when, changes = Automatic._when, []
     with pytest.MonkeyPatch.context() as patch:
         at_once(patch, lambda facts, now: in_turn(facts, "full"), lead=LEAD)
@@ -90,10 +97,10 @@ def late(phase: str, folder: str, rank: int, world_size: int) -> None:
                 if type(ck.strategy).__name__ == "Deltas" and not changes:
                     changes.append(step + 1)
     dist.barrier()  # until all is durable
-    steps = ck.steps()
-    told = {"done": done, "changes": changes, "first": first, "last": digests(one.state())}
-    (place / f"{phase}-{rank}.json").write_text(json.dumps({**told, "steps": steps}))
-    dist.destroy_process_group()
+    return {
+        "done": done, "changes": changes, "first": first, "last": digests(one.state()),
+        "steps": ck.steps(),
+    }  # fmt: skip
 
 
 def resume(place: Path, scene: str, rank: int) -> dict[str, object]:

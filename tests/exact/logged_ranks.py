@@ -23,7 +23,7 @@ from everystep.errors import EverystepError
 from everystep.types import StepRef
 from exact.logged import ALL, LOGGED, fulls
 from exact.matrix import STAGED
-from exact.ranks import difference, digests, join, made
+from exact.ranks import difference, digests, join, leave, made
 from exact.scenes import Scene, batch, seed_all
 from exact.zoo import Plain
 
@@ -129,4 +129,4 @@ def main(phase: str, folder: str, rank: int, world_size: int) -> None:
         except EverystepError as error:  # raised on every rank
             report[name] = str(error)
     (place / f"{phase}-{rank}.json").write_text(json.dumps(report))
-    dist.destroy_process_group()
+    leave()

@@ -8,15 +8,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from agent.replica_scenes import agents_in_threads
 from crash.trainer import Job
 from everystep import Replica, Retention
 from everystep.agent.mirror import Mirror
 from everystep.errors import Damaged
 from exact import logged_ranks
-from exact.ranks import join
+from exact.ranks import join, leave
 from waiting import until
 
 
@@ -44,11 +42,18 @@ def alone(phase: str, folder: str, rank: int, world_size: int) -> None:
         real(self, payload, layout)
 
     Mirror.fold = fold  # type: ignore[method-assign]
+    told = _life(Path(folder, "run"), rank, world_size)
+    Path(folder, f"{phase}-{rank}.json").write_text(json.dumps(told))
+    leave()
+
+
+def _life(run: Path, rank: int, world_size: int) -> dict[str, object]:
+    """What is told."""
     job, strategy = Job(rank, world_size), Replica(persist_every=4)
     keep_all = Retention(keep_last=None)
     with (
         agents_in_threads(),
-        job.checkpointer(str(Path(folder, "run")), strategy=strategy, retention=keep_all) as ck,
+        job.checkpointer(str(run), strategy=strategy, retention=keep_all) as ck,
     ):
         done = ck.restore()
         restored = job.digest()
@@ -58,6 +63,4 @@ def alone(phase: str, folder: str, rank: int, world_size: int) -> None:
             session: Any = ck._session
             if step == FAILS_AT + 4 and rank == 1:  # it is folded when both have handed it over
                 until(lambda: session._unfoldable is not None, 20, "NotFolded")  # noqa: B023
-    told = {"done": done, "restored": restored, "last": job.digest()}
-    Path(folder, f"{phase}-{rank}.json").write_text(json.dumps(told))
-    dist.destroy_process_group()
+    return {"done": done, "restored": restored, "last": job.digest()}

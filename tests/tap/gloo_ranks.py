@@ -9,6 +9,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from exact.ranks import leave
+
 
 def _join(rank: int, world_size: int, folder: str, interface: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -36,12 +38,18 @@ def all_reduces(
         for i, tensor in enumerate(tensors):
             np.save(Path(folder) / f"reduced-{i}.npy", tensor.numpy())
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def train(rank: int, world_size: int, folder: str, iterations: int, interface: str) -> None:
     """A small model under DDP, with several buckets; rank 0 leaves every gradient, by parameter."""
     _join(rank, world_size, folder, interface)
+    _train(rank, folder, iterations)
+    dist.barrier()
+    leave()
+
+
+def _train(rank: int, folder: str, iterations: int) -> None:
     torch.manual_seed(7)
     model = torch.nn.Sequential(
         torch.nn.Linear(64, 300),
@@ -59,5 +67,3 @@ def train(rank: int, world_size: int, folder: str, iterations: int, interface: s
             gradients = [parameter.grad.flatten().numpy() for parameter in model.parameters()]
             np.savez(Path(folder) / f"gradients-{iteration}.npz", *gradients)
         optimizer.step()
-    dist.barrier()
-    dist.destroy_process_group()
