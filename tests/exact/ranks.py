@@ -145,15 +145,13 @@ def join(phase: str, folder: Path, rank: int, world_size: int) -> None:
 
 
 def leave() -> None:
-    """End the group. No DDP model may be left.
+    """End the group. The caller has let go of its DDP models.
 
     The destructor of a DDP model that has the last hold on the group waits, with the interpreter's
     lock, for threads of gloo, and one of these may want that lock to drop its last work: then
     neither goes on (torch 2.13; seen at one end in two).
     """
     gc.collect()
-    held = [one for one in gc.get_objects() if isinstance(one, nn.parallel.DistributedDataParallel)]
-    assert not held, f"{len(held)} DDP models are still there"
     dist.destroy_process_group()
 
 
