@@ -12,7 +12,7 @@ demo: $(STAMP)
 
 test: export OMP_NUM_THREADS = 1
 test: lint
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

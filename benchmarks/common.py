@@ -7,6 +7,7 @@ import gc
 import mmap
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,6 +39,12 @@ class Setting:
         return max(5, self.runs)
 
     @property
+    def peer_steps(self) -> int:
+        """How many steps of a loop with another's checkpoints are measured: they take half of the
+        time of all, and no reach is so near to them."""
+        return min(3, self.runs)
+
+    @property
     def settle_s(self) -> float:
         """How long the disk may take to come to rest."""
         return SETTLE_S / 3 if self.quick else SETTLE_S
@@ -46,11 +53,6 @@ class Setting:
     def hidden_s(self) -> float:
         """T where storage keeps up."""
         return 1.0 if self.quick else 2.5
-
-    @property
-    def between_s(self) -> float:
-        """T where a part of the state cannot be hidden."""
-        return 0.02 if self.quick else 0.1
 
     @property
     def saturated_s(self) -> float:
@@ -206,6 +208,16 @@ def cpu_s() -> float:
     own = os.times()
     reaped = own.children_user + own.children_system
     return time.process_time() + reaped + _descendants_cpu_s()
+
+
+def library_cpu_s() -> float:
+    """CPU seconds of the library's threads in this process, and of all its descendants."""
+    of_threads = 0.0
+    for thread in threading.enumerate():
+        if thread.name.startswith("everystep"):
+            told = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text()
+            of_threads += int(told.split()[0]) / 1e9
+    return of_threads + _descendants_cpu_s()
 
 
 def _descendants_cpu_s() -> float:

@@ -28,9 +28,9 @@ from everystep.store.chains import Chain
 from everystep.store.run import Run
 from everystep.types import Json
 
-DELTAS = 100
-ONE_BY_ONE = 20
-"""So many of them are done one after another, which takes long."""
+DELTAS, QUICK_DELTAS = 100, 50
+ONE_BY_ONE = 5
+"""One in so many is done one after another, which takes long."""
 
 MOST_BYTES = 12e9
 DEADLINE_S = 60.0
@@ -101,22 +101,23 @@ def measure_recovery(setting: Setting) -> list[Figure]:
     """All of this part."""
     place = setting.directory / "run"
     settle(setting.settle_s)
-    record(place, setting.quick, DELTAS)
+    deltas = QUICK_DELTAS if setting.quick else DELTAS
+    record(place, setting.quick, deltas)
     gc.collect()
-    took = _measure(place, ONE_BY_ONE)
+    took = _measure(place, deltas)
     shutil.rmtree(place)
     if not setting.quick:
-        SHARED.replay_s = (took.chain_cold - took.full_cold) / DELTAS
+        SHARED.replay_s = (took.chain_cold - took.full_cold) / deltas
         SHARED.load_s = took.full_cold
-    return _figures(took)
+    return _figures(took, deltas)
 
 
-def _figures(took: Timed) -> list[Figure]:
+def _figures(took: Timed, deltas: int) -> list[Figure]:
     after, folded = took.chain_warm - took.full_warm, took.steps
-    one_by_one = took.read + took.one_by_one * DELTAS / folded
+    one_by_one = took.read + took.one_by_one * deltas / folded
     slower = (took.full_cold + one_by_one) / took.chain_cold
-    by = "" if folded == DELTAS else f", of {folded} steps times {DELTAS / folded:g}"
-    head = f"recovery of a full and {DELTAS} deltas: "
+    by = f", of {folded} steps times {deltas / folded:g}"
+    head = f"recovery of a full and {deltas} deltas: "
     share = 100 * (after - took.read) / took.chain_warm
     return [
         median_of(head + "all, cold files", [took.chain_cold], "s"),
@@ -139,9 +140,9 @@ def _figures(took: Timed) -> list[Figure]:
     ]
 
 
-def _measure(place: Path, folded_steps: int) -> Timed:
+def _measure(place: Path, deltas: int) -> Timed:
     run = Run.open(place)
-    chain = chain_to(run, 1 + DELTAS)
+    chain = chain_to(run, 1 + deltas)
     forget(place)
     cold: list[float] = []
     peak = peak_added_bytes(lambda: cold.append(timed(lambda: reach.read_chain(run, chain, 0))))
@@ -151,7 +152,7 @@ def _measure(place: Path, folded_steps: int) -> Timed:
     full_cold = timed(lambda: read_part(run, chain.full, 0))
     full, full_warm = _kept(lambda: read_part(run, chain.full, 0))
     steps, read_s = _kept(lambda: list(_steps(run, chain)))
-    few = steps[:folded_steps]
+    few = steps[: deltas // ONE_BY_ONE]
     tree, specs, tensors = full.record.tree, full.specs, full.tensors
     folded, fold_s = _kept(lambda: fold(tree, specs, tensors, few, classes={}))
     again = OneByOne(load_chain(run, Chain(chain.full, ())))
@@ -163,7 +164,7 @@ def _measure(place: Path, folded_steps: int) -> Timed:
         full_cold=full_cold,
         full_warm=full_warm,
         read=read_s,
-        steps=folded_steps,
+        steps=len(few),
         fold=fold_s,
         one_by_one=one_by_one,
         peak_bytes=float(peak),

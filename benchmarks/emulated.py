@@ -108,7 +108,7 @@ class Bench:
             self.optimizer,
             compute_s,
             lambda: kind(directory, self.model, self.optimizer),
-            self.setting.steps,
+            self.setting.peer_steps,
             clean=clean,
             at_least_before=2,  # each of its two places has been written
         )
@@ -181,25 +181,21 @@ def beside(taken: Taken, bare: Taken) -> float:
 
 
 def measure_between(bench: Bench, limits: Limits, offload_bytes_per_s: float) -> list[Figure]:
-    """Where a part of the state is left when the update begins: the stall beside the model's."""
-    half_s = limits.nbytes / offload_bytes_per_s / 2
-    figures = []
-    for compute_s in (half_s,) if bench.setting.quick else (bench.setting.between_s, half_s):
-        head = f"in between, T {compute_s:.3g} s: "
-        ours = bench.ours(compute_s, SKIP)
-        model = predicted(compute_s, ours, limits)
-        by_model_s = max(model.snapshot_s, NEGLIGIBLE_S)
-        away = [abs(stall / by_model_s - 1) for stall in ours.taken.stalls]
-        left = 100 * model.snapshot_bytes / limits.nbytes
-        stalls = ours.taken.stalls
-        off = abs(ours.taken.stall_s / by_model_s - 1)
-        figures += [
-            median_of(head + "left when the update begins, by the model", [left], "% of state"),
-            median_of(head + "stall", stalls, "s"),
-            median_of(head + "stall by the model", [model.snapshot_s], "s"),
-            Figure(head + "away from the model", off, "share", len(away), spread(away), 0.15),
-        ]
-    return figures
+    """Where half of the state is left when the update begins: the stall beside the model's."""
+    compute_s = limits.nbytes / offload_bytes_per_s / 2
+    head = f"in between, T {compute_s:.3g} s: "
+    ours = bench.ours(compute_s, SKIP)
+    model = predicted(compute_s, ours, limits)
+    by_model_s = max(model.snapshot_s, NEGLIGIBLE_S)
+    away = [abs(stall / by_model_s - 1) for stall in ours.taken.stalls]
+    left = 100 * model.snapshot_bytes / limits.nbytes
+    off = abs(ours.taken.stall_s / by_model_s - 1)
+    return [
+        median_of(head + "left when the update begins, by the model", [left], "% of state"),
+        median_of(head + "stall", ours.taken.stalls, "s"),
+        median_of(head + "stall by the model", [model.snapshot_s], "s"),
+        Figure(head + "away from the model", off, "share", len(away), spread(away), 0.15),
+    ]
 
 
 def spread(runs: list[float]) -> float:

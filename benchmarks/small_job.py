@@ -31,7 +31,14 @@ import torch.distributed as dist
 import xxhash
 
 import everystep
-from benchmarks.common import HOME, cpu_s, page_aligned, plain_write
+from benchmarks.common import (
+    HOME,
+    Setting,
+    cpu_s,
+    library_cpu_s,
+    page_aligned,
+    plain_write,
+)
 from benchmarks.figures import Figure, median_of
 from benchmarks.limits import copy_whole
 from benchmarks.loop import Everystep, Nothing, Subject
@@ -60,6 +67,8 @@ class Loops:
     walls: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     """Seconds, until all that was to become durable was."""
+    own: list[float] = field(default_factory=list)
+    """The same of the library's threads and agents alone."""
     stolen: list[float] = field(default_factory=list)
     """Share of the processors' time that the host of this machine took."""
     rounds: list[int] = field(default_factory=list)
@@ -187,7 +196,7 @@ def measure_loop(job: Job, subject: Subject, steps: int, into: Loops, number: in
     subject.finish()
     dist.barrier()
     before = _processor_ticks()
-    cpu_before_s, begun_s = cpu_s(), time.perf_counter()
+    own_before_s, cpu_before_s, begun_s = library_cpu_s(), cpu_s(), time.perf_counter()
     for _ in range(steps):
         job.step()
         subject.step()
@@ -196,6 +205,7 @@ def measure_loop(job: Job, subject: Subject, steps: int, into: Loops, number: in
     into.stolen.append((after[0] - before[0]) / max(1, after[1] - before[1]))
     subject.finish()
     into.cpu.append(cpu_s() - cpu_before_s)
+    into.own.append(library_cpu_s() - own_before_s)
     into.rounds.append(number)
 
 
@@ -302,11 +312,11 @@ def run_ranks(program: str, place: Path, rounds: int, steps: int) -> list[dict[s
     return found
 
 
-def measure_small_job(directory: Path, quick: bool) -> list[Figure]:
-    """All of this part."""
-    rounds, steps = (2, 5) if quick else (2 * len(OTHERS), 10)
+def measure_small_job(setting: Setting) -> list[Figure]:
+    """All of this part. Each run is a round."""
+    steps = 5 if setting.quick else 8
     each = []
-    for its in run_ranks("benchmarks.small_job", directory / "job", rounds, steps):
+    for its in run_ranks("benchmarks.small_job", setting.directory / "job", setting.runs, steps):
         loops = {kind: Loops(**loops) for kind, loops in its.pop("loops").items()}
         each.append(Found(loops=loops, **its))
     return _figures(each, steps)
@@ -319,11 +329,13 @@ def _figures(found: list[Found], steps: int) -> list[Figure]:
         number: wall for number, wall in zip(first[WRITE].rounds, first[WRITE].walls, strict=True)
     }
     beside = [wall / ours[number] for number, wall in written.items()]
-    used, bare_cpu = [], []
+    used, own, bare_cpu = [], [], []
     for number in range(len(bare)):
         cpu = {kind: sum(rank.loops[kind].cpu[number] for rank in found) for kind in (NONE, OURS)}
         bare_cpu.append(cpu[NONE] / steps)
-        used.append((cpu[OURS] - cpu[NONE]) / max(1, min(r.durable[number] for r in found)))
+        stored = max(1, min(rank.durable[number] for rank in found))
+        used.append((cpu[OURS] - cpu[NONE]) / stored)
+        own.append(sum(rank.loops[OURS].own[number] for rank in found) / stored)
     limit_s = sum(rank.limit_cpu for rank in found)
     durable = [count / steps for rank in found for count in rank.durable]
     told = {OURS: "with checkpoints", **{kind: f"with {what}" for kind, what in OTHERS.items()}}
@@ -350,6 +362,7 @@ def _figures(found: list[Found], steps: int) -> list[Figure]:
         median_of(head + "durable steps", durable, "share"),
         median_of(head + "CPU time of a step without checkpoints", bare_cpu, "s"),
         median_of(head + "CPU time per durable checkpoint", used, "s"),
+        median_of(head + "of that its own threads and agents", own, "s"),
         median_of(head + "CPU time of a copy", [sum(r.copy_cpu for r in found)], "s"),
         median_of(head + "CPU time of a hash", [sum(r.hash_cpu for r in found)], "s"),
         median_of(head + "CPU time of a write", [sum(r.write_cpu for r in found)], "s"),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from everystep.recovery.load import LoadedState, load
     from everystep.signals import SaveOnSignal
     from everystep.store.retention import Retention
-    from everystep.strategies import Deltas, Full, Peers, Replica
+    from everystep.strategies import Deltas, Full, Peers, Replica, Shadow
     from everystep.types import StepRef, StepStats
 
 __version__ = VERSION
@@ -29,6 +29,7 @@ __all__ = [
     "Replica",
     "Retention",
     "SaveOnSignal",
+    "Shadow",
     "StepRef",
     "StepStats",
     "compress",
@@ -46,6 +47,7 @@ _HOMES = {
     "Replica": "everystep.strategies",
     "Retention": "everystep.store.retention",
     "SaveOnSignal": "everystep.signals",
+    "Shadow": "everystep.strategies",
     "StepRef": "everystep.types",
     "StepStats": "everystep.types",
     "compress": "everystep.deltas.hooks",

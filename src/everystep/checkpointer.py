@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from everystep.agent.client import Agent
 from everystep.agent.hosts import rescue
 from everystep.agent.memory import Overlay
+from everystep.agent.shadow_fetch import fetch
 from everystep.blocking import Facts
 from everystep.engine.device import copy_memory
 from everystep.errors import (
@@ -34,7 +35,8 @@ from everystep.recovery.agree import on_first_rank, raise_together
 from everystep.recovery.plan import plan_restore
 from everystep.recovery.restore import Restored, require_fresh, restore
 from everystep.saving import encoded_metrics, versions
-from everystep.sessions import Session, Sessions
+from everystep.sessions import Session, Sessions, Strategy
+from everystep.shadowed import shadow_plan
 from everystep.signals import SaveOnSignal, SignalHold
 from everystep.state.capture import Objects, capture
 from everystep.state.ranks import Ranks
@@ -45,7 +47,6 @@ from everystep.store.local import LocalBackend
 from everystep.store.records import require_run_or_empty
 from everystep.store.retention import Retention
 from everystep.store.run import Run
-from everystep.strategies import Deltas, Full, Replica
 from everystep.types import Json, StepRef, StepStats
 
 _log = logging.getLogger("everystep")
@@ -88,7 +89,7 @@ class Checkpointer:
         model: nn.Module | Mapping[str, nn.Module],
         optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
         extras: Mapping[str, Any] | None = None,
-        strategy: Full | Deltas | Replica | Literal["auto"] = "auto",
+        strategy: Strategy | Literal["auto"] = "auto",
         retention: Retention = Retention(),  # noqa: B008 - immutable
         on_error: Literal["report", "raise"] = "report",
         max_failed_steps: int | None = None,
@@ -161,6 +162,7 @@ class Checkpointer:
         if any(other != asked[0] for other in asked):
             raise RanksDisagree("ranks called restore() differently", found=asked)
         self._end_session()
+        self._ask_shadow()
         run = self._open_run()
         self._settle(run)
         with contextlib.closing(self._in_memory(run)) as overlay:
@@ -182,6 +184,13 @@ class Checkpointer:
         took_s = time.monotonic() - started
         _log.info("%s: restored step %s in %.2f s", self._path, restored.chain.ref, took_s)
         return self._done
+
+    def _ask_shadow(self) -> None:
+        """Have the newest step of a shadow in the store."""
+        shadow = self._sessions.shadow
+        if shadow is not None and not self._closed:
+            plan = shadow_plan(shadow)
+            on_first_rank(self._ranks, lambda: fetch(self._backend, plan))
 
     def _open_run(self) -> Run:
         """The run, made by rank 0 where it is not there yet."""
@@ -319,7 +328,7 @@ class Checkpointer:
         return [ref.step for ref in plan_chains(listing, run.segments(listing), name).refs]
 
     @property
-    def strategy(self) -> Full | Deltas | Replica:
+    def strategy(self) -> Strategy:
         """The one in use: with `auto` what it has chosen last, and `Full` where another has given
         up."""
         return self._sessions.strategy(self._session)

@@ -10,8 +10,6 @@ import torch
 from everystep.agent.arena import available_bytes
 from everystep.recovery.classes import elsewhere, unfit
 from everystep.state.capture import Objects
-from everystep.state.ranks import Ranks
-from everystep.state.shards import is_dtensor
 from everystep.strategies import Deltas
 
 _log = logging.getLogger("everystep")
@@ -27,23 +25,19 @@ _MOST_SLOTS = 3
 """Of an optimizer that has made none yet, each as large as its parameter."""
 
 
-def compacts(objects: Objects, options: Deltas, ranks: Ranks) -> bool:
+def compacts(objects: Objects, options: Deltas) -> bool:
     """Decide, and say why not where the user wants it."""
     if options.compact is False:
         return False
-    reason = _unable(objects, ranks)
+    reason = _unable(objects)
     if options.compact is True and reason is not None:
         _log.warning("the agent makes no full checkpoints, training takes them: %s", reason)
     return reason is None and (options.compact is True or _pays(objects, options))
 
 
-def _unable(objects: Objects, ranks: Ranks) -> str | None:
+def _unable(objects: Objects) -> str | None:
     """Why a copy in the agent would not be had, or not be the same."""
-    if ranks.world_size > 1:
-        return "there are several ranks"
     parameters = [p for model in objects.models.values() for p in model.parameters()]
-    if any(map(is_dtensor, parameters)):  # over a mesh of one rank
-        return "parameters are sharded"
     kinds = {type(optimizer) for optimizer in objects.optimizers.values()}
     return elsewhere(parameters) or unfit(kinds)
 

@@ -26,7 +26,7 @@ from everystep.outcomes import Outcomes
 from everystep.pace import Chain, Pace
 from everystep.planning.failures import estimate_mtbf
 from everystep.planning.intervals import Choice, Costs, Limits
-from everystep.recorded import Recorded
+from everystep.recorded import Recorded, facts_for_copies
 from everystep.recovery.classes import names_of, search_paths
 from everystep.staged import Recording
 from everystep.state.capture import Objects
@@ -72,7 +72,7 @@ class Logged(Recorded):
         self._handed: collections.deque[tuple[int, int]] = collections.deque()
         self._chain = Chain(done)
         self._base: Cost | None = None
-        self._compacts = compacts(objects, options, ranks)
+        self._compacts = compacts(objects, options)
         """The agent makes the full checkpoints after the first."""
         self._copied: Cost | None = None
         """The full checkpoint that its copy begins from."""
@@ -88,16 +88,13 @@ class Logged(Recorded):
                 options.buffer_bytes, replica=True, classes=names_of(kinds), paths=search_paths(),
                 compacts=True,
             )  # fmt: skip
+            facts = facts_for_copies(facts, objects)
         super().__init__(
             facts, objects, ranks, agent, options, options.full(compacts=self._compacts),
             retention, known, pinned, done, log, outcomes, recording=recording,
         )  # fmt: skip
-        path = Path(facts.run.backend.abilities.location)
-        checks = options.check and not self._compacts  # a copy proves each step
-        self._checks = Checks(path, ranks.rank, objects.optimizers) if checks else None
-        if self._checks is not None and self._checks.unfit is not None:
-            _log.warning("no stretch is replayed beside training: %s", self._checks.unfit)
-            self._checks = None
+        self._objects = objects
+        self._checks = None if self._compacts else self._made_checks()  # a copy proves each step
         self._to_check: int | None = None
         every = options.full_every
         self._choice = Choice(
@@ -106,6 +103,17 @@ class Logged(Recorded):
         )
         self._obey()
         self._record(objects, options, (done or None) if facts.unmoved else None, self._hand_over)
+
+    def _made_checks(self) -> Checks | None:
+        """What replays the log beside training; None: it is not wanted, or cannot be."""
+        if not self._options.check:
+            return None
+        path = Path(self._facts.run.backend.abilities.location)
+        checks = Checks(path, self._ranks.rank, self._objects.optimizers)
+        if checks.unfit is not None:
+            _log.warning("no stretch is replayed beside training: %s", checks.unfit)
+            return None
+        return checks
 
     # ------------------------------------------------------------ what the agent tells
 
@@ -204,7 +212,8 @@ class Logged(Recorded):
             self._agent.log.rebase()
 
     def _end_copy(self, told: p.NotFolded) -> None:
-        """The agent makes no full checkpoints any more."""
+        """The agent makes no full checkpoints any more. The log goes on, and other ranks' agents
+        make theirs of the same steps."""
         self._not_folded = None
         if told.differs:
             self._fall_back(f"step {told.step}: {told.reason}")
@@ -212,7 +221,9 @@ class Logged(Recorded):
         _log.error(
             "the agent makes no full checkpoints any more, training takes them: %s", told.reason
         )
-        self.successor = msgspec.structs.replace(self._options, compact=False)
+        self._compacts = False
+        self._checks = self._made_checks()
+        self._obey()
 
     def _broken(self) -> str | None:
         if self._base is None or self._base.error is None:

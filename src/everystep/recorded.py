@@ -16,10 +16,11 @@ from everystep.saving import versions
 from everystep.staged import Recording, Staged
 from everystep.state.capture import Objects
 from everystep.state.ranks import Ranks
+from everystep.state.shards import is_dtensor
 from everystep.stats import StepLog
 from everystep.store.retention import Retention
 from everystep.store.run import StepEntry
-from everystep.strategies import Deltas, Full, Replica
+from everystep.strategies import Deltas, Full, Replica, Shadow
 from everystep.types import Json, StepRef
 
 _log = logging.getLogger("everystep")
@@ -34,6 +35,16 @@ _SMALL_BYTES = 2 << 20
 5 GB/s that takes a millisecond or two, beside training."""
 
 
+def facts_for_copies(facts: Facts, objects: Objects) -> Facts:
+    """Those of a session whose agents do each step again: a rank has its share in whole
+    parameters, since an optimizer computes with these."""
+    parameters = [p for model in objects.models.values() for p in model.parameters()]
+    if any(map(is_dtensor, parameters)):
+        # what little is not sharded is not worth being shared out
+        facts = facts._replace(share_replicas=False)
+    return facts._replace(whole_parameters=True)
+
+
 class Recorded(Staged):
     """A session whose recorder writes down each step, and whose engine takes some of them whole."""
 
@@ -43,7 +54,7 @@ class Recorded(Staged):
         objects: Objects,
         ranks: Ranks,
         agent: Agent,
-        options: Deltas | Replica,
+        options: Deltas | Replica | Shadow,
         full: Full,
         retention: Retention,
         known: Sequence[StepEntry],
@@ -66,7 +77,7 @@ class Recorded(Staged):
     def _record(
         self,
         objects: Objects,
-        options: Deltas | Replica,
+        options: Deltas | Replica | Shadow,
         chained: int | None,
         told: Callable[[int, int], None],
         *,
@@ -75,7 +86,7 @@ class Recorded(Staged):
         """Begin to record; see `Recorder`."""
         self._chain_begun = chained is not None
         try:
-            self._recorder = Recorder(
+            self._recorder = self.recorder(
                 objects,
                 self._ranks,
                 self._agent.log,
@@ -87,6 +98,7 @@ class Recorded(Staged):
                 told=told,
                 shares=self._shares,
                 plain=plain,
+                layerwise=isinstance(options, Replica) and options.layerwise,
             )
         except Unsupported as error:
             self._fall_back(error.headline())
@@ -107,8 +119,21 @@ class Recorded(Staged):
             if problem is not None:
                 self._gap(ref, problem, cost)
         super().step(ref, metrics)
-        if self._recorder is not None and cost.due and cost.error is None:
+        if self._recorder is None:
+            return
+        why = self._recorder.not_early()
+        if why is not None:
+            self._note_deviation(cost, f"no gradients are copied during backward: {why}")
+        if cost.due and cost.error is None:
             self._recorder.full_stored(ref.step)
+
+    def _note_deviation(self, cost: Cost, what: str) -> None:
+        """Say it in the log, and in what is told of the step."""
+        _log.warning("%s", what)
+        cost.deviation = what
+        entry = self._log.get(cost.step)
+        if entry is not None:
+            entry.deviation = what
 
     def _broken(self) -> str | None:
         """Why a delta would be of no use, although it was written down."""
@@ -146,6 +171,9 @@ class Recorded(Staged):
 
     strategy = "Deltas"
     """In messages."""
+
+    recorder: type[Recorder] = Recorder
+    """The kind."""
 
     def flush(self) -> None:
         """Make the newest step durable, if the store takes it."""

@@ -15,18 +15,19 @@ from everystep.logged import Logged
 from everystep.mirrored import Mirrored
 from everystep.outcomes import Outcomes
 from everystep.recorded import Recorded
+from everystep.shadowed import Shadowed
 from everystep.staged import Staged
 from everystep.state.capture import Objects
 from everystep.state.ranks import Ranks
 from everystep.stats import StepLog
 from everystep.store.retention import Retention, Upkeep
 from everystep.store.run import StepEntry
-from everystep.strategies import Deltas, Full, Replica
+from everystep.strategies import Deltas, Full, Replica, Shadow
 from everystep.types import StepRef
 
-Strategy = Full | Deltas | Replica
+Strategy = Full | Deltas | Replica | Shadow
 
-Session = Blocking | Staged  # or Logged or Mirrored, which are such
+Session = Blocking | Staged  # or Logged, Mirrored or Shadowed, which are such
 
 
 class Sessions:
@@ -54,14 +55,19 @@ class Sessions:
         outcomes: Outcomes,
     ) -> None:
         self._options = Full() if strategy == "auto" else strategy
-        if not isinstance(self._options, Full | Deltas | Replica):
-            hint = "everystep.Full(…), everystep.Deltas(…), everystep.Replica(…) or 'auto'"
+        if not isinstance(self._options, Full | Deltas | Replica | Shadow):
+            hint = "Full(…), Deltas(…), Replica(…) or Shadow(…) of everystep, or 'auto'"
             raise UsageError(f"strategy={strategy!r}: not a strategy", hint=hint)
         self.blocking = isinstance(self._options, Full) and self._options.blocking
         self._objects, self._ranks, self._retention = objects, ranks, retention
         self._log, self._outcomes = log, outcomes
         self._automatic = Automatic(objects, ranks, log) if strategy == "auto" else None
         self._using = self._options
+
+    @property
+    def shadow(self) -> Shadow | None:
+        """The shadow of this run, if it is to have one."""
+        return self._options if isinstance(self._options, Shadow) else None
 
     def begin(
         self,
@@ -126,6 +132,8 @@ class Sessions:
             session = Logged(facts, objects, ranks, agent, options, *beside)
         elif isinstance(options, Replica):
             session = Mirrored(facts, objects, ranks, agent, options, *beside)
+        elif isinstance(options, Shadow):
+            session = Shadowed(facts, objects, ranks, agent, options, *beside)
         else:
             session = Staged(facts, objects, ranks, agent, options, *beside)
         if self._automatic is not None:

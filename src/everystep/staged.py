@@ -58,6 +58,8 @@ class Recording(NamedTuple):
     """Where their modules may be found."""
     peers: p.PeerPlan | None = None
     """Whose copies it holds."""
+    shadow: p.ShadowPlan | None = None
+    """Whom it hands them on to."""
     compacts: bool = False
     """It folds what it has appended, and writes full checkpoints of it."""
 
@@ -89,8 +91,7 @@ class Staged:
     ) -> None:
         self.timeline = facts.timeline
         self._facts, self._ranks, self._agent = facts, ranks, agent
-        self._log, self._outcomes = log, outcomes
-        self._restored, self._newest_staged = done, 0
+        self._log, self._outcomes, self._restored, self._newest_staged = log, outcomes, done, 0
         self._heard: collections.deque[Struct] = collections.deque()
         self._costs: collections.deque[tuple[Cost, Entry]] = collections.deque()
         agent.listen(self._listen)
@@ -110,6 +111,7 @@ class Staged:
                 classes=dict(recording.classes),
                 paths=list(recording.paths),
                 peers=recording.peers,
+                shadow=recording.shadow,
                 linger_s=options.linger_s,
                 retention=retention,
                 known=list(known),

@@ -81,10 +81,10 @@ class Deltas(Struct, frozen=True, kw_only=True):
     compact: bool | Literal["auto"] = False
     """Let the agent make the full checkpoints after the first, from the log: it holds a second copy
     of the state, does each step that is durable again there, proves it, and writes the copy at
-    every `full_every` steps. Training takes none. Needs a single process, and an optimizer that
-    gives the same bits on the host, so parameters in host memory. True: where that is so; else this
-    is said, and training takes them. `auto`: where, besides, the state takes 64 MiB or more (less
-    is copied in no time), and host memory has room for the copy. False: training takes them."""
+    every `full_every` steps. Training takes none. Needs an optimizer that gives the same bits on
+    the host, so parameters in host memory. True: where that is so; else this is said, and training
+    takes them. `auto`: where, besides, the state takes 64 MiB or more (less is copied in no time),
+    and host memory has room for the copy. False: training takes them."""
     mtbf_s: float | None = None
     """The mean time between failures that `auto` reckons with. None: from the run's restarts."""
     policy: Literal["block", "skip"] = "block"
@@ -192,6 +192,12 @@ class Replica(Struct, frozen=True, kw_only=True):
     step up, and takes the next one whole."""
     buffer_bytes: int | None = None
     """The most host memory for gradients that wait. None: for eight steps."""
+    layerwise: bool = False
+    """Copy gradients that do not stay as they are (`zero_grad(set_to_none=False)`, DDP with
+    `gradient_as_bucket_view=True`) while backward computes the others, so that the optimizer's step
+    waits for the last of them only. For training whose host has processors to spare, and that does
+    not clip or unscale: gradients that change after backward are taken again, and this ends where
+    all of them do. DDP is given a communication hook that computes what it computes without one."""
     peers: Peers | None = None
     """Copies on other hosts. None: there are none, and no port is opened."""
     slices: int | None = None
@@ -203,6 +209,8 @@ class Replica(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_count("Replica", "persist_every", self.persist_every)
+        if not isinstance(self.layerwise, bool):
+            raise UsageError(f"Replica(layerwise={self.layerwise!r}): neither True nor False")
         _check_rest("Replica", self.mtbf_s, self.policy, self.slices, self.buffer_bytes)
         self.full()  # checks the rest
 
@@ -214,6 +222,90 @@ class Replica(Struct, frozen=True, kw_only=True):
             snapshot_bytes=self.snapshot_bytes,
             linger_s=self.linger_s,
         )
+
+
+class Shadow(Struct, frozen=True, kw_only=True):
+    """Every step in the memory of another host, by a process that reads the gradients off the
+    network: training copies nothing (FlowCheck).
+
+    `everystep shadow` runs there. This rank's agent sends it a state once, and then of each step
+    what the network does not show: hyperparameters, buffers, random numbers, a fingerprint, and a
+    few elements of each gradient, by which the shadow knows that those which it has seen are the
+    ones that were used. It does each step again, compares, and writes the state now and then. A
+    restart with this strategy finds the last completed step there. What it cannot have is asked
+    for: the state is sent anew. Where gradients are not what the all-reduce gave times one number,
+    that is said, and steps are stored in full instead.
+
+    Raises:
+        UsageError: a value that makes no sense.
+    """
+
+    address: str
+    """`host:port` on which the shadow listens; the host is an IP address (`[…]:port` for IPv6)."""
+    token_file: str
+    """A file with the secret by which the two know each other, the same as the shadow's: 64
+    hexadecimal digits, readable by nobody else."""
+    tap: Literal["wire", "software"] = "wire"
+    """`wire`: the shadow sees a mirror of the port of one training host. `software`: it sees
+    nothing, and each rank's agent sends it its share of the reduced gradients."""
+    buffer_bytes: int | None = None
+    """The most host memory for records that wait. None: for eight steps."""
+    slices: int | None = None
+    """As in `Deltas`: so many steps prove all of the shadow's state."""
+    snapshot_bytes: int | None = None
+    """As in `Full`."""
+    linger_s: float = 120.0
+    """As in `Full`."""
+
+    def __post_init__(self) -> None:
+        self.place()  # checks it
+        if self.tap not in ("wire", "software"):
+            raise UsageError(f"Shadow(tap={self.tap!r}): neither 'wire' nor 'software'")
+        _check_rest("Shadow", None, self.policy, self.slices, self.buffer_bytes)
+        self.full()  # checks the rest
+
+    @property
+    def policy(self) -> Literal["block", "skip"]:
+        """Training may wait for this host's own agent, and never for the shadow."""
+        return "block"
+
+    def place(self) -> tuple[str, int]:
+        """The IP address and the port.
+
+        Raises:
+            UsageError: it is no such address.
+        """
+        return parse_place("Shadow(address=…)", self.address)
+
+    def full(self) -> Full:
+        """How a state is taken that the shadow asks for."""
+        return Full(
+            every=_NEVER,
+            policy="block",
+            snapshot_bytes=self.snapshot_bytes,
+            linger_s=self.linger_s,
+        )
+
+
+def parse_place(what: str, address: str) -> tuple[str, int]:
+    """An IP address and a port.
+
+    Args:
+        what: that has the value, in words.
+        address: `host:port`.
+
+    Raises:
+        UsageError: it is no such address.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        found = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        number = int(port)
+    except ValueError as error:
+        raise UsageError(f"{what}: {address!r} is not host:port with an IP address") from error
+    if not 0 < number < 1 << 16:
+        raise UsageError(f"{what}: {address!r} has no port from 1 to 65,535")
+    return str(found), number
 
 
 def _check_count(strategy: str, name: str, value: object) -> None:

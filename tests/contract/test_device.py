@@ -77,6 +77,20 @@ def test_copy(made: tuple[torch.device, Device], count: int, dtype: torch.dtype)
     assert {state.digest() for state in states} == {xxhash.xxh3_128(_bytes(source)).digest()}
 
 
+@pytest.mark.parametrize("count", [1, 4095, 4096, 70_001, 5_000_003])
+@pytest.mark.parametrize("copies", [True, False])
+def test_digest(made: tuple[torch.device, Device], count: int, copies: bool) -> None:
+    """It copies, or only reads, and finds the hash that everybody else finds."""
+    where, device = made
+    source = _numbers(where, count + 3, torch.uint8)[3:]
+    device.stable()
+    around = torch.full((count + 10,), 7, dtype=torch.uint8)
+    found = device.digest(source, around[5 : 5 + count] if copies else None)
+    assert found == xxhash.xxh3_128(_bytes(source)).hexdigest()
+    wanted = b"\7" * 5 + (_bytes(source) if copies else b"\7" * count) + b"\7" * 5
+    assert _bytes(around) == wanted
+
+
 def test_copy_of_a_part(made: tuple[torch.device, Device]) -> None:
     """Nothing beside the target is touched."""
     where, device = made

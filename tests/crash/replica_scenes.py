@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from crash.logged_scenes import sizes
 from crash.staged_scenes import _held, agents_of, die_in, note
 from crash.trainer import Board, Job, Loader, _join
-from everystep import Checkpointer, Replica, Retention
+from everystep import Checkpointer, Deltas, Replica, Retention
 from everystep.agent.tail import Tail
 from recovery.own_optimizer import Halving
 from waiting import until
@@ -95,6 +95,7 @@ def train(
     die: tuple[str, int, bool] | None = None,
     catch_up_every: int = 0,
     sharded: bool = False,
+    compacts_every: int = 0,
 ) -> None:
     """Train from what there is to `total` steps; print the digest of what was restored, of each
     step, and of the end, and what became of each step.
@@ -102,6 +103,7 @@ def train(
     Args:
         catch_up_every: after so many steps, wait until one of them is durable.
         sharded: under FSDP2.
+        compacts_every: log deltas, and let the agent make a full checkpoint of every so many steps.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     progress = Board(board)
@@ -109,7 +111,11 @@ def train(
         die_in(die[0], die[1], after=die[2], owners={"Tail": Tail})
     _join(rank, world_size, meet)
     job = _job(rank, world_size, sharded=sharded)
-    strategy = Replica(persist_every=persist_every, log=logs, policy=policy, linger_s=linger_s)  # type: ignore[arg-type]
+    strategy: Replica | Deltas
+    if compacts_every:
+        strategy = Deltas(full_every=compacts_every, compact=True, batch=1, linger_s=linger_s)
+    else:
+        strategy = Replica(persist_every=persist_every, log=logs, policy=policy, linger_s=linger_s)  # type: ignore[arg-type]
     with job.checkpointer(run, strategy=strategy, retention=Retention(keep_last=None)) as ck:
         done = ck.restore()
         print("restored", done, job.digest(), flush=True)

@@ -233,12 +233,15 @@ class TwoRanks:
         return "".join(lives.child.said() for lives in self.ranks if lives.child is not None)
 
 
-def test_one_of_two_ranks_is_killed_or_both(zygote: Zygote, quick_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"persist_every": 1000}, {"compacts_every": 4}], ids=str)
+def test_one_of_two_ranks_is_killed_or_both(
+    options: dict[str, int], zygote: Zygote, quick_path: Path
+) -> None:
     """The agents, each with its share of the state, agree on one step."""
     job = TwoRanks(zygote, quick_path, 200)
     rng = random.Random(SEED)
     for victims in ([0], [1], [0, 1]):
-        job.begin(persist_every=1000)
+        job.begin(**options)
         for lives in job.ranks:
             lives.reach(rng.randrange(12, 30))
         at_an_instant(rng.uniform(0, 0.03))
@@ -266,10 +269,13 @@ def test_all_trainers_of_a_sharded_state_are_killed(zygote: Zygote, quick_path: 
     assert len(set(job.ranks[0].restored)) == 4
 
 
-def test_the_agent_of_one_of_two_ranks_is_killed(zygote: Zygote, quick_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"persist_every": 1}, {"compacts_every": 1}], ids=str)
+def test_the_agent_of_one_of_two_ranks_is_killed(
+    options: dict[str, int], zygote: Zygote, quick_path: Path
+) -> None:
     """Its rank begins anew; nobody takes this for a difference between the ranks."""
     job = TwoRanks(zygote, quick_path, 150)
-    job.begin(persist_every=1)
+    job.begin(**options)
     for lives in job.ranks:
         lives.reach(30)
     os.kill(agents_of(job.ranks[0].run)[0], signal.SIGKILL)

@@ -101,7 +101,7 @@ def plain(delta: Delta) -> Any:
 
 
 def test_every_form_is_in_the_sample() -> None:
-    assert {c.form for u in full_delta().updates for c in u.gradients} == set(Form)
+    assert {c.form for u in full_delta().updates for c in u.gradients} == set(Form) - {Form.ON_WIRE}
 
 
 @pytest.mark.parametrize(

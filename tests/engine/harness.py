@@ -189,6 +189,11 @@ class HeldDevice(CpuDevice):
         with self._read([source]):
             super().copy(source, target, hashes)
 
+    def digest(self, source: torch.Tensor, target: torch.Tensor | None) -> str:
+        """Copy and hash when it is let."""
+        with self._read([source]):
+            return CpuDevice().digest(source, target)
+
     def copy_group(self, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
         """Copy when it is let."""
         with self._read(sources):

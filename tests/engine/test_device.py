@@ -6,6 +6,7 @@ import builtins
 import ctypes
 import gc
 import importlib
+import mmap
 import sys
 import threading
 from typing import Any
@@ -63,6 +64,70 @@ def test_stream_copies_at_every_alignment() -> None:
         for source in range(17):
             for nbytes in (0, 1, 15, 16, 17, 63, 64, 65, 79, 80, 127, 128, 129, 207):
                 _check_copy(to, from_, target, source, nbytes)
+
+
+hashes = pytest.mark.skipif(not _stream.can_digest, reason="the processor has no AVX2")
+
+
+def _check_digest(to: _Arena, from_: _Arena, target: int, source: int, nbytes: int) -> None:
+    to.data.fill_(0xEE)
+    first = from_.base + source
+    wanted = from_.data[first : first + nbytes]
+    right = xxhash.xxh3_128(wanted.numpy().tobytes()).hexdigest()
+    assert _stream.digest(0, from_.address(source), nbytes) == right, (source, nbytes)
+    assert _stream.digest(to.address(target), from_.address(source), nbytes) == right
+    start = to.base + target
+    assert torch.equal(to.data[start : start + nbytes], wanted), (target, source, nbytes)
+    assert bool((to.data[:start] == 0xEE).all()), (target, source, nbytes)
+    assert bool((to.data[start + nbytes :] == 0xEE).all()), (target, source, nbytes)
+
+
+@hashes
+def test_digest_of_every_length() -> None:
+    """Ends of stripes (64 bytes) and of blocks (1,024) lie at every place."""
+    from_, to = _Arena(3400), _Arena(3400)
+    from_.data.random_(0, 256, generator=torch.Generator().manual_seed(3))
+    for nbytes in range(241, 3300):
+        _check_digest(to, from_, nbytes % 33, nbytes % 13, nbytes)
+
+
+@hashes
+@pytest.mark.parametrize("nbytes", [16_384, 16_385, 17_409, 1 << 20, (5 << 20) - 3])
+def test_digest_of_much(nbytes: int) -> None:
+    from_, to = _Arena(nbytes + 64), _Arena(nbytes + 64)
+    from_.data.random_(0, 256)
+    for target, source in ((0, 0), (32, 0), (1, 0), (0, 1), (7, 9)):
+        _check_digest(to, from_, target, source, nbytes)
+
+
+@hashes
+@pytest.mark.parametrize("byte", [0x00, 0xFF])
+def test_digest_of_one_byte_again_and_again(byte: int) -> None:
+    """Sums that carry, and products of nothing."""
+    from_, to = _Arena(70_000), _Arena(70_000)
+    from_.data.fill_(byte)
+    for nbytes in (241, 1024, 1025, 65_536, 69_999):
+        _check_digest(to, from_, 0, 0, nbytes)
+
+
+@hashes
+def test_digest_does_not_read_past_the_end() -> None:
+    """The last bytes of what is mapped."""
+    page = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 4 * page, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(address + 3 * page), ctypes.c_size_t(page), 0) == 0
+    for nbytes in (241, 1024, 1025, 3 * page):
+        right = xxhash.xxh3_128(bytes(nbytes)).hexdigest()
+        assert _stream.digest(0, address + 3 * page - nbytes, nbytes) == right
+
+
+@hashes
+@pytest.mark.parametrize("nbytes", [-1, 0, 240])
+def test_digest_refuses_what_is_short(nbytes: int) -> None:
+    with pytest.raises(ValueError):
+        _stream.digest(0, 0, nbytes)
 
 
 @pytest.mark.parametrize("nbytes", [1 << 20, (1 << 20) + 1, (5 << 20) - 3])
@@ -124,11 +189,27 @@ def test_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
         package.device = kept
     assert without is not device_module
     assert without._copy is ctypes.memmove and device_module._copy is _stream.copy
+    assert without._digest is None
+    assert (device_module._digest is _stream.digest) == _stream.can_digest
     source = torch.randint(0, 256, (3 * CACHED_BYTES + 5,), dtype=torch.uint8)
     target, state = torch.zeros_like(source), xxhash.xxh3_128()
     without.CpuDevice().copy(source, target, [state])
     assert torch.equal(source, target)
     assert state.digest() == xxhash.xxh3_128(source.numpy().tobytes()).digest()
+    assert without.CpuDevice().digest(source, target) == state.hexdigest()
+
+
+def test_a_hash_that_is_not_the_one_of_others_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried when the module is loaded."""
+    monkeypatch.setattr(_stream, "digest", lambda to, from_, nbytes: "0" * 32)
+    monkeypatch.delitem(sys.modules, "everystep.engine.device")
+    package: Any = sys.modules["everystep.engine"]
+    kept = package.device
+    try:
+        wary = importlib.import_module("everystep.engine.device")
+    finally:
+        package.device = kept
+    assert wary is not device_module and wary._digest is None
 
 
 # ---------------------------------------------------------------- with a card

@@ -477,6 +477,12 @@ class _SlowLink(CpuDevice):
         super().copy(source, target, hashes)
         _busy(source.nbytes / self.bytes_per_s)
 
+    def digest(self, source: Any, target: Any) -> str:
+        """The same, with the hash."""
+        found = CpuDevice().digest(source, target)
+        _busy(source.nbytes / self.bytes_per_s)
+        return found
+
 
 @pytest.mark.parametrize("snapshots", [False, True])
 def test_auto_takes_fewer_when_the_link_is_slow_and_returns(snapshots: bool) -> None:
@@ -643,12 +649,12 @@ def test_an_interrupt_in_the_hook_seals_nothing_half_copied() -> None:
         until(lambda: device.waiting, 20, "the copying thread to be held")
 
         def interrupted(*_: object) -> None:
-            device.copy = copy  # type: ignore[method-assign]
+            device.copy, device.digest = copy, digest  # type: ignore[method-assign]
             device.copy_group = group  # type: ignore[method-assign]
             raise KeyboardInterrupt
 
-        copy, group = device.copy, device.copy_group
-        device.copy = interrupted  # type: ignore[method-assign]
+        copy, digest, group = device.copy, device.digest, device.copy_group
+        device.copy = device.digest = interrupted  # type: ignore[method-assign,assignment]
         device.copy_group = interrupted  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()

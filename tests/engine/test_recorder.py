@@ -68,6 +68,7 @@ class Rig:
 
     Args:
         make: the optimizer over the model's parameters.
+        model: None: a small one.
         options: of the recorder.
     """
 
@@ -75,10 +76,12 @@ class Rig:
         self,
         make: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, lr=0.1),
         extras: Any = None,
+        model: nn.Module | None = None,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        small = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.model = model or small
         self.optimizer = make(self.model.parameters())
         self.log, self.done = MemoryLog(), options.get("chained") or 0
         self.told: list[tuple[int, int]] = []

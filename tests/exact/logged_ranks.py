@@ -20,14 +20,19 @@ from torch.nn.parallel import DistributedDataParallel
 from everystep.deltas.compressors import RandomK, TopK
 from everystep.deltas.hooks import compress
 from everystep.errors import EverystepError
+from everystep.store.run import Run
 from everystep.types import StepRef
 from exact.logged import ALL, LOGGED, fulls
 from exact.matrix import STAGED
 from exact.ranks import difference, digests, join, leave, made
 from exact.scenes import Scene, batch, seed_all
 from exact.zoo import Plain
+from waiting import until
 
 STORED, TRAINED = 6, 8
+
+AWAITED: tuple[int, ...] = ()
+"""Steps of which a full checkpoint is waited for in the first life."""
 
 
 def compressed(compressor: Any, **options: Any) -> Callable[[int], Scene]:
@@ -80,10 +85,17 @@ def train(make: Callable[[int], Scene], run: Path) -> dict[str, Any]:
             scene.step(t)
             ck.step()
             found[t + 1] = digests(scene.state())
+            if t + 1 in AWAITED:
+                until(lambda: StepRef("main", t + 1) in complete(run), 60, f"a full of {t + 1}")  # noqa: B023
     for t in range(STORED, TRAINED):
         scene.step(t)
         found[t + 1] = digests(scene.state())
     return found
+
+
+def complete(run: Path) -> set[StepRef]:
+    """The steps of which every rank has written its part of a full checkpoint."""
+    return set(Run.open(run).listing().complete())
 
 
 def resume(make: Callable[[int], Scene], run: Path, before: dict[str, Any]) -> dict[str, Any]:

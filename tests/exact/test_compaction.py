@@ -8,7 +8,6 @@ import logging
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from everystep.agent.image import Image
 from everystep.agent.sink import Room, Sealed
 from everystep.errors import CannotRestore
 from everystep.state.capture import Objects
-from everystep.state.ranks import Ranks
 from everystep.strategies import Deltas
 from everystep.types import StepRef
 from exact.logged import ALL, STORED, TRAINED, Make, fulls, prove_steps, states_of
@@ -159,7 +157,7 @@ def store_and_wait(make: Make, run: Path, step: int, total: int) -> None:
             if t + 1 == 3 < step:
                 until(lambda: 3 in fulls(run), 30, "a full of 3")
             if t + 1 == step:
-                until(lambda: session._not_folded or session.successor, 30, "NotFolded")
+                until(lambda: session._not_folded or not session._compacts, 30, "NotFolded")
 
 
 def test_weights_changed_behind_torchs_back(
@@ -242,7 +240,7 @@ def test_a_beginning_that_is_lost_is_taken_again(
 
 
 def decided(objects: Objects, **options: Any) -> bool:
-    return compacting.compacts(objects, Deltas(**options), Ranks.here())
+    return compacting.compacts(objects, Deltas(**options))
 
 
 def objects_of(nbytes: int) -> Objects:
@@ -277,15 +275,6 @@ def test_an_optimizer_of_which_the_agent_cannot_have_the_class(
         assert not decided(Objects.of(model, optimizer, {}), compact=True)
     assert "the agent makes no full checkpoints, training takes them: " in caplog.text
     assert "put it into a module of its own" in caplog.text
-
-
-def test_several_ranks(caplog: pytest.LogCaptureFixture) -> None:
-    ranks: Any = SimpleNamespace(world_size=2, rank=0)
-    objects = objects_of(16 << 20)
-    assert not compacting.compacts(objects, Deltas(compact="auto"), ranks)
-    assert not caplog.records
-    assert not compacting.compacts(objects, Deltas(compact=True), ranks)
-    assert "training takes them: there are several ranks" in caplog.text
 
 
 def test_no_replay_runs_beside_it(run_dir: Path) -> None:

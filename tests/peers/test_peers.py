@@ -17,7 +17,7 @@ from agent.replica_scenes import ByteMirror, byte_mirrors
 from agent.scenes import begin_of, run_at, state
 from byte_runs import TREE, read_back, write_part
 from everystep import Peers as Options
-from everystep.agent import link, pace, peers
+from everystep.agent import holder, link, pace
 from everystep.agent import protocol as p
 from everystep.agent import wire as w
 from everystep.agent.hosts import host, plan, rescue
@@ -182,7 +182,7 @@ def scene(
     run_dir: Path, mirror: type[ByteMirror], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Scene]:
     monkeypatch.setattr(local, "LOCK_PATIENCE_S", 0.1)
-    monkeypatch.setattr(peers, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(holder, "PATIENCE_S", 0.2)
     with contextlib.closing(Scene(run_dir)) as scene:
         yield scene
 
@@ -204,7 +204,7 @@ def test_the_holder_writes_what_the_lost_agent_would_have(scene: Scene) -> None:
 def test_a_restart_asks_and_need_not_be_patient(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "PATIENCE_S", 1e9)
+    monkeypatch.setattr(holder, "PATIENCE_S", 1e9)
     scene.ready()
     scene.owner.lose()
     scene.tell(20)
@@ -264,7 +264,7 @@ def test_an_owner_that_has_ended_well_is_forgotten(scene: Scene) -> None:
 def test_an_owner_that_comes_again_gives_a_new_state(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "PATIENCE_S", 1e9)
+    monkeypatch.setattr(holder, "PATIENCE_S", 1e9)
     scene.ready()
     scene.owner.lose()
     scene.owner.is_cut = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,8 @@ import numpy.typing as npt
 from everystep.tap.gloo import Gloo
 from everystep.tap.packets import Parser
 from everystep.tap.pieces import Reduced
-from everystep.tap.ring import Assembler, Event
+from everystep.tap.reduced import Reader
+from everystep.tap.ring import Assembler
 from tap.recording import frames_of
 
 Floats = npt.NDArray[np.float32]
@@ -22,11 +23,12 @@ class Decoded:
     """Reduced buffers by their number, copied as they came."""
 
     def __init__(self, **options: Any) -> None:
-        self.parser = Parser()
-        self.gloo = Gloo(self.parser, **options)
+        parser = Parser()
+        self.gloo = Gloo(parser, **options)
         self.assembler = Assembler(behind=1000)
         self.buffers: dict[int, Reduced] = {}
         self.data: dict[int, bytes] = {}
+        self._reader = Reader(parser, self.gloo, self.assembler)
         self._frames = 0
 
     def feed(
@@ -36,22 +38,17 @@ class Decoded:
             cut = None if lengths is None else lengths[at : at + batch]
             frames = frames_of(packets[at : at + batch], self._frames + 1, cut)
             self._frames += len(frames.table)
-            self.take(self.gloo.feed(self.parser.parse(frames)))
+            self._keep(self._reader.feed(frames))
         return self
 
     def settle(self, through: int) -> Decoded:
-        self.take(self.gloo.settle(through))
+        self._keep(self._reader.settle(through))
         return self
 
     def end(self) -> Decoded:
         """Nothing more comes."""
-        self.take(self.gloo.flush(final=True))
-        self._keep(self.assembler.give_up())
+        self._keep(self._reader.end())
         return self
-
-    def take(self, events: Iterable[Event]) -> None:
-        for event in events:
-            self._keep(self.assembler.add(event))
 
     def _keep(self, buffers: list[Reduced]) -> None:
         for buffer in buffers:

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from everystep.agent import protocol as p
 from everystep.agent.image import Image
-from everystep.agent.keeper import Keeper
+from everystep.agent.keeper import Base, Keeper
 from everystep.agent.rings import Queued
 from everystep.agent.slots import Slots
 from everystep.errors import EverystepError, StoreFailed
@@ -94,9 +94,12 @@ class Compaction(Keeper):
             self._guard.notify_all()
 
     def begin_from(self, index: int, image: Image, slots: Slots[Image]) -> None:
-        """Take a full checkpoint that has been sealed for the beginning, once it is written."""
+        """Take a full checkpoint that has been sealed for the beginning, once it is written. Where
+        there is to be no copy, its slot is needed for the next one."""
         super().begin_from(index, image, slots)
-        self._let_go = self._distrusts
+        if self._failed:
+            self._base = Base(index, image, slots)
+        self._let_go = self._distrusts or self._failed
 
     def drain(self, *, on: bool, is_alone: bool) -> None:
         """What is in the log is durable: nothing needs to be done at once.
@@ -211,3 +214,4 @@ class Compaction(Keeper):
         super()._fail(step, error, differs=differs)
         with self._guard:
             self._waiting.clear()
+            self._let_go = True  # it may be being written

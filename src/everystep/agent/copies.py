@@ -16,7 +16,7 @@ from everystep.agent.arena import Arena
 from everystep.agent.image import Image, SlotLayout
 from everystep.agent.link import LEAST_BYTES
 from everystep.agent.process import LOCK_SLOT
-from everystep.agent.relay import Bound, Copied
+from everystep.agent.relay import Copied, Limit
 from everystep.agent.replica import Replica
 from everystep.agent.rings import Queued
 from everystep.agent.slots import Slot, Slots, State
@@ -29,7 +29,7 @@ MOST_WAITING = 8
 """So many records may wait to be folded here, and so many bytes if that is more; then their owner
 waits, or gives the copy up."""
 
-_LOOK_S = 0.1
+LOOK_S = 0.1
 _WRITES_S = 600.0
 """A copy that has not been written by then is given up."""
 
@@ -77,7 +77,7 @@ class Copy:
         wire: leads to the owner.
     """
 
-    def __init__(self, path: Path, begin: p.Begin, bound: Bound, wire: w.Wire) -> None:
+    def __init__(self, path: Path, begin: p.Begin, bound: Limit, wire: w.Wire) -> None:
         self._path, self.begin, self._bound, self.wire = path, begin, bound, wire
         self._guard = threading.Condition()
         self._records = _Records()
@@ -90,6 +90,9 @@ class Copy:
         """The owner's agent is connected."""
         self.problem: str | None = None
         """Why there is no copy any more."""
+        self.is_lasting = False
+        """Another copy would come to the same end."""
+        self._told_s = 0.0
         self.lost_s = 0.0
         """When the owner's agent was last heard of, on the host's monotonic clock."""
 
@@ -127,8 +130,7 @@ class Copy:
         layout.write_headers(view)
         image = Image(self.begin, layout, base.seal, None, view)
         self._slots = Slots(1, "block")
-        # the owner need not have written it, and this one does not either before the owner is lost
-        self._slots.all[0] = Slot(0, State.SEALED, image, 1, failures=1)
+        self._slots.all[0] = self._first(image)
         backend = LocalBackend(self._path)
         with self._guard:
             self._replica = Replica(
@@ -136,6 +138,11 @@ class Copy:
                 Copied(self._bound),
             )  # fmt: skip
             self._replica.begin_from(0, image, self._slots)
+
+    def _first(self, image: Image) -> Slot[Image]:
+        """The slot that a copy begins in: the owner need not have written it, and this one does not
+        either before the owner is lost."""
+        return Slot(0, State.SEALED, image, 1, failures=1)
 
     def open_log(self, opened: p.OpenLog) -> None:
         """What the records that follow are."""
@@ -155,12 +162,25 @@ class Copy:
             while self._records.are_too_many and self.problem is None and not self._stop:
                 if not self.wire.is_open():
                     break
-                self._guard.wait(_LOOK_S)
+                self._guard.wait(LOOK_S)
+                self._alive()
         data = memoryview(bytearray(message.nbytes))
         self.wire.receive_into(data)
+        data = self._whole(message.record, data, opened)
         with self._guard:
             self._records.add(message.record, data)
             replica.add(Queued(message.record, opened))
+
+    def _whole(self, record: p.Record, data: memoryview, opened: p.OpenLog) -> memoryview:
+        """The bytes of a record, with all that is to be folded."""
+        return data
+
+    def _alive(self) -> None:
+        """Let the owner wait."""
+        now_s = time.monotonic()
+        if now_s > self._told_s + w.ALIVE_S:
+            self._told_s = now_s
+            self.wire.send(w.Alive())
 
     # ------------------------------------------------------------ in its owner's place
 
@@ -183,6 +203,12 @@ class Copy:
 
     def _write(self, backend: LocalBackend, replica: Replica, slots: Slots[Image]) -> None:
         writer = Writer(backend, self.begin, self._guard, lambda message: None)
+        self._drain(replica, slots, writer)
+        replica.close()
+        writer.close()
+
+    def _drain(self, replica: Replica, slots: Slots[Image], writer: Writer) -> None:
+        """Return when all is written."""
         with self._guard:
             slots.draining, writer.slots = True, slots
             replica.drain(on=True, is_alone=True)
@@ -190,9 +216,7 @@ class Copy:
             while not (replica.idle and writer.idle) and not self._stop:
                 if time.monotonic() > ends_s or self.problem is not None:
                     break
-                self._guard.wait(_LOOK_S)
-        replica.close()
-        writer.close()
+                self._guard.wait(LOOK_S)
 
     def _drop(self) -> None:
         replica, self._replica = self._replica, None

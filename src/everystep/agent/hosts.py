@@ -4,9 +4,11 @@ call to those that hold copies of ranks that are lost."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import socket
+import struct
 import threading
 import time
 from pathlib import Path
@@ -23,6 +25,9 @@ from everystep.strategies import Peers
 
 _log = logging.getLogger("everystep")
 
+_INTERFACE_ADDRESS = 0x8915
+"""SIOCGIFADDR, linux/sockios.h."""
+
 RESCUE_S = 120.0
 """For so long a restart waits for the states of lost ranks to be written."""
 
@@ -38,8 +43,12 @@ def host() -> str:
 
 
 def address() -> str:
-    """The IP address of this host on the way to rank 0, where torch has been told where that is;
-    else that of loopback."""
+    """The IP address of this host that gloo was told to use, or that on the way to rank 0, where
+    torch has been told where that is; else that of loopback."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        asked = struct.pack("256s", name.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe, _INTERFACE_ADDRESS, asked)[20:24])
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(os.environ.get("MASTER_ADDR", ""), 1, type=socket.SOCK_DGRAM)
         with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:

@@ -44,24 +44,27 @@ class Link:
     """Sends in a thread of its own. All methods but `close` are called with `guard` held.
 
     Args:
-        rank: whose agent is to hold the copy.
+        holder: who is to hold the copy, in words.
         begin: the owner's session.
         connect: makes a connection; raises one of `wire.Gone` while there is none to be had.
         pace: of all that is sent.
         guard: notified whenever something has arrived, or a state is wanted.
         tell: takes sentences for the user, and how urgent they are.
+        ends: the holder may forget the copy when this is closed: all is durable.
     """
 
     def __init__(
         self,
-        rank: int,
+        holder: str,
         begin: p.Begin,
         connect: Callable[[], w.Wire],
         pace: Pace,
         guard: threading.Condition,
         tell: Callable[[int, str], None],
+        *,
+        ends: bool = True,
     ) -> None:
-        self.rank, self._begin, self._connect = rank, begin, connect
+        self._holder, self._begin, self._connect, self._ends = holder, begin, connect, ends
         self._pace, self._guard, self._tell = pace, guard, tell
         self.is_there = False
         """Whether it can be given something."""
@@ -70,6 +73,8 @@ class Link:
         self.kept: int | None = None
         """The step to which it can go, once it has been given all that there was; None: it has no
         copy, or is far behind."""
+        self.refusal: w.NotKept | None = None
+        """What was said of the last copy that has been given up there."""
         self._arrived = 0
         self._begun = self._handed = 0
         self._queue: collections.deque[_Item] = collections.deque()
@@ -120,7 +125,7 @@ class Link:
         self._drop()
         self.is_there = False  # what it was given now would go with the connection
         self._waits_s = min(MOST_RETRY_S, max(1.0, 2 * self._waits_s))
-        self._say(f"rank {self.rank} holds no copy of rank {self._begin.rank} for now: {why}")
+        self._say(f"{self._holder} holds no copy of rank {self._begin.rank} for now: {why}")
         if self._wire is not None:
             self._wire.interrupt()
 
@@ -167,7 +172,7 @@ class Link:
                 self._waits_s = min(MOST_RETRY_S, 2 * self._waits_s)
             reason = error.headline() if isinstance(error, EverystepError) else repr(error)
             own = self._begin.rank
-            self._say(f"rank {self.rank} holds no copy of rank {own} for now: {reason}")
+            self._say(f"{self._holder} holds no copy of rank {own} for now: {reason}")
 
     def _talk(self, wire: w.Wire) -> None:
         wire.send(w.Keep(msgspec.structs.replace(self._begin, peers=None, logs=False)))
@@ -188,7 +193,7 @@ class Link:
                 alive_s = time.monotonic()
             if time.monotonic() > max(wire.heard_s, sent_s) + w.SILENT_S:
                 raise EOFError("the other agent is silent")
-        if self.next_step is not None or self.kept is not None:
+        if self._ends and (self.next_step is not None or self.kept is not None):
             wire.send(w.Ended())
 
     def _take(self) -> _Item | None:
@@ -210,7 +215,7 @@ class Link:
                 self._arrived = message.step
                 if self.kept is None and message.step == self._handed:
                     own = self._begin.rank
-                    text = f"rank {self.rank} holds a copy of rank {own} from step {message.step}"
+                    text = f"{self._holder} holds a copy of rank {own} from step {message.step}"
                     self._say(text, logging.INFO)
                     self.kept = message.step
                 elif self.kept is not None:
@@ -219,6 +224,7 @@ class Link:
                     self._waits_s, self._said = RETRY_S, None
                 self._guard.notify_all()
             elif isinstance(message, w.NotKept):
+                self.refusal = message
                 self.give_up(message.reason)
             elif not isinstance(message, w.Alive):
                 raise StoreFailed("a message came out of turn", found=type(message).__name__)

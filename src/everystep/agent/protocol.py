@@ -41,6 +41,20 @@ class PeerPlan(Struct, kw_only=True):
     """The IP address on which it listens."""
 
 
+class ShadowPlan(Struct, kw_only=True):
+    """Where a shadow listens."""
+
+    host: str
+    """An IP address."""
+    port: int
+    token_file: str
+    """The path of the file with the secret by which both know each other."""
+    tap: Literal["wire", "software"]
+    """Whether the shadow reads gradients off the network, or records hold them."""
+    hosts: list[str] = []
+    """The IP address of each rank in its process group, where each has its own."""
+
+
 class Begin(Struct, tag=True, kw_only=True):
     """Trainer: a session begins; from now on steps of it come."""
 
@@ -67,6 +81,8 @@ class Begin(Struct, tag=True, kw_only=True):
     """Where their modules may be found."""
     peers: PeerPlan | None = None
     """Whose copies to hold, for a replica; None: nobody's, and no port is opened."""
+    shadow: ShadowPlan | None = None
+    """Hand states and records on to this one, and fold nothing here."""
     linger_s: float
     retention: Retention
     known: list[StepEntry]
@@ -298,6 +314,22 @@ class NotFolded(Struct, tag=True, kw_only=True):
     """The records of this step do not give what training had: a restart could not use them."""
 
 
+class StateWanted(Struct, tag=True, kw_only=True):
+    """Agent: the shadow has no state that the next record could lead on from."""
+
+    reason: str
+    lasting: bool = False
+    """Gradients are not what it reads off the network: that does not pass by itself."""
+
+
+class InShadow(Struct, tag=True, kw_only=True):
+    """Agent: the shadow has what takes this rank's state to this step."""
+
+    step: int
+    led: bool
+    """By a record; else it was given the state."""
+
+
 class Settle(Struct, tag=True):
     """Trainer: make everything durable that you hold, then answer."""
 
@@ -347,17 +379,19 @@ class Bye(Struct, tag=True):
 Message = (
     Hello | Ready | Begin | Began | Describe | Places | Grant | Release | Still | Seal | Measured
     | Stored | NotStored | Notice | Diverged | OpenLog | OpenRing | Record | Batch | Flush | Logged
-    | NotLogged | Persist | Rebase | Mirrored | Folded | NotFolded | Settle | Settled | ListFiles
-    | Files | Ping | Pong | Bye
+    | NotLogged | Persist | Rebase | Mirrored | Folded | NotFolded | StateWanted | InShadow | Settle
+    | Settled | ListFiles | Files | Ping | Pong | Bye
 )  # fmt: skip
 
 OF_STEPS = (
-    Grant | Stored | NotStored | Logged | NotLogged | Mirrored | Folded | NotFolded | Diverged
+    Grant | Stored | NotStored | Logged | NotLogged | Mirrored | Folded | NotFolded | StateWanted
+    | InShadow | Diverged
 )  # fmt: skip
 """Of a session's steps: those of an earlier session mean nothing to the next."""
 
 TOLD = (
-    Stored | NotStored | Logged | NotLogged | Mirrored | Folded | NotFolded | Notice | Diverged
+    Stored | NotStored | Logged | NotLogged | Mirrored | Folded | NotFolded | StateWanted | InShadow
+    | Notice | Diverged
 )  # fmt: skip
 """What a session is told."""
 

@@ -18,6 +18,7 @@ from everystep.agent.logger import Logger
 from everystep.agent.peers import Peers
 from everystep.agent.replica import Replica
 from everystep.agent.rings import Queued, Rings
+from everystep.agent.shadow_link import Teller
 from everystep.agent.slots import Slots
 from everystep.errors import EverystepError
 from everystep.store.backend import Backend
@@ -27,7 +28,7 @@ from everystep.types import StepRef
 MESSAGES = (p.OpenLog, p.OpenRing, p.Record, p.Batch, p.Flush, p.Persist, p.Rebase)
 """Those of the trainer that are for `Records`."""
 
-Worker = Logger | Replica | Compaction | Peers
+Worker = Logger | Replica | Compaction | Peers | Teller
 """Has threads, and may have something to do."""
 
 
@@ -55,7 +56,10 @@ class Records:
         self._peers: Peers | None = None
         self.replica: Replica | None = None
         self.compaction: Compaction | None = None
-        if begin.compacts:
+        self.teller: Teller | None = None
+        if begin.shadow is not None:
+            self.teller = Teller(begin, begin.shadow, self._rings, guard, tell, wake)
+        elif begin.compacts:
             self.compaction = Compaction(backend, begin, guard, tell, wake)
         elif begin.replica:
             self._peers = self._meet(Path(backend.abilities.location))
@@ -77,7 +81,7 @@ class Records:
     @property
     def workers(self) -> list[Worker]:
         """All that have a thread, in the order in which they may end."""
-        every = (self._logger, self.replica, self.compaction, self._peers)
+        every = (self._logger, self.replica, self.compaction, self._peers, self.teller)
         return [one for one in every if one is not None]
 
     def take(self, message: Struct, fd: int | None) -> None:
@@ -111,14 +115,15 @@ class Records:
             self._logger.take(message)
 
     @property
-    def keeper(self) -> Replica | Compaction | None:
-        """Who has a copy of the state."""
-        return self.replica or self.compaction
+    def keeper(self) -> Replica | Compaction | Teller | None:
+        """Who has a copy of the state, or hands it on."""
+        return self.replica or self.compaction or self.teller
 
     def _appended(self, queued: Queued, place: Appended | None) -> None:
         """A record is durable, or (no place) need not be."""
-        if self.replica is not None:
-            self.replica.add(queued)
+        folds = self.replica or self.teller
+        if folds is not None:
+            folds.add(queued)
             return
         if self.compaction is not None and place is not None:
             self.compaction.add(queued, place)

@@ -70,6 +70,14 @@ class Beside(Protocol):
         ...
 
 
+class Limit(Protocol):
+    """How far all ranks' copies go."""
+
+    def step(self, newest: int) -> int:
+        """The step; see `Beside.limit`."""
+        ...
+
+
 class Bound:
     """How far all ranks' copies go, as the agent of rank 0 tells. Its thread tells, and asks.
 
@@ -166,7 +174,7 @@ class Relay:
     ) -> None:
         self._guard, self._changed = guard, changed
         self._links = [
-            Link(rank, begin, functools.partial(connect, rank), pace, guard, tell)
+            Link(f"rank {rank}", begin, functools.partial(connect, rank), pace, guard, tell)
             for rank in holders
         ]
         self.bound = Bound(
@@ -246,7 +254,7 @@ class Copied:
 
     is_copy = True
 
-    def __init__(self, bound: Bound) -> None:
+    def __init__(self, bound: Limit) -> None:
         self._bound = bound
 
     def limit(self, newest: int) -> int:

@@ -1,10 +1,11 @@
 """The connection between the agents of two hosts: messages come whole and in order, from one that
 knows the session's secret.
 
-A message is 8 bytes of length (little-endian) and that many bytes of MessagePack of one of the
-structs below; one with `nbytes` is followed by that many bytes. Beyond loopback all of it is inside
-TLS 1.3. The secret itself is never sent: each end shows that it knows it by an HMAC over what the
-other has drawn.
+A message is 8 bytes of length (little-endian) and that many bytes of MessagePack of one of
+`peer_messages`; one with `nbytes` is followed by that many bytes. Beyond loopback all of it is
+inside TLS 1.3. The secret itself is never sent: each end shows that it knows it by an HMAC over
+what the other has drawn and, where the listener's certificate was not known before, over its hash:
+nobody in between can have another one.
 """
 
 from __future__ import annotations
@@ -20,16 +21,68 @@ import ssl
 import struct
 import time
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
-from everystep.agent import protocol as p
 from everystep.agent.certificates import client_context
 from everystep.agent.channel import MAX_MESSAGE_BYTES
+from everystep.agent.peer_messages import (
+    NONCE_BYTES,
+    Alive,
+    Answer,
+    Base,
+    Challenge,
+    Ended,
+    File,
+    GiveFile,
+    Keep,
+    Kept,
+    ListSteps,
+    Next,
+    NotKept,
+    Rescue,
+    Rescued,
+    Share,
+    Shared,
+    StoredStep,
+    Welcome,
+    decoder,
+)
 from everystep.errors import EverystepError, StoreFailed
 from everystep.store.addresses import Address
+
+__all__ = [
+    "ALIVE_S",
+    "GREETING_S",
+    "SILENT_S",
+    "UNKNOWN",
+    "Alive",
+    "Answer",
+    "Base",
+    "Challenge",
+    "Ended",
+    "File",
+    "GiveFile",
+    "Gone",
+    "Keep",
+    "Kept",
+    "ListSteps",
+    "Next",
+    "NotKept",
+    "Rescue",
+    "Rescued",
+    "Share",
+    "Shared",
+    "StoredStep",
+    "Welcome",
+    "Wire",
+    "connected",
+    "is_loopback",
+    "require_safe",
+    "welcomed",
+]  # fmt: skip
 
 GREETING_S = 5.0
 """Whoever has not shown by then that it knows the secret is sent away."""
@@ -44,104 +97,13 @@ _FIRST_BYTES = 1 << 10
 """No message is longer before both ends know each other."""
 
 _SLICE_BYTES = 256 << 10
-_NONCE_BYTES = 32
 _LENGTH = struct.Struct("<Q")
-_Nonce = Annotated[bytes, Meta(min_length=_NONCE_BYTES, max_length=_NONCE_BYTES)]
-_Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+
+UNKNOWN = ""
+"""In place of the hash of a certificate that is not known before."""
 
 Gone = (OSError, EOFError, StoreFailed)
 """What ends a connection."""
-
-
-class Challenge(Struct, tag=True):
-    """Listener: show that you know the secret, by this number."""
-
-    nonce: _Nonce
-
-
-class Answer(Struct, tag=True):
-    """Caller: so. And so do you, by this one."""
-
-    nonce: _Nonce
-    proof: bytes
-
-
-class Welcome(Struct, tag=True):
-    """Listener: so."""
-
-    proof: bytes
-
-
-class Keep(Struct, tag=True):
-    """Owner: keep copies of my state."""
-
-    begin: p.Begin
-
-
-class Base(Struct, tag=True, kw_only=True):
-    """Owner: this is the state, `nbytes` of it; what went before is of no use any more."""
-
-    describe: p.Describe
-    seal: p.Seal
-    nbytes: _Count
-
-
-class Next(Struct, tag=True, kw_only=True):
-    """Owner: this is the record of the next step, `nbytes` of it."""
-
-    record: p.Record
-    nbytes: _Count
-
-
-class Ended(Struct, tag=True):
-    """Owner: all is durable; forget me."""
-
-
-class Kept(Struct, tag=True):
-    """Holder: I have what takes the state to this step."""
-
-    step: int
-
-
-class NotKept(Struct, tag=True):
-    """Holder: I have no copy."""
-
-    reason: str
-
-
-class Share(Struct, tag=True):
-    """Agent of a rank, to that of rank 0: my holders have what takes my state to this step."""
-
-    rank: Annotated[int, Meta(ge=0, le=99_999)]
-    step: int
-
-
-class Shared(Struct, tag=True):
-    """Agent of rank 0: and all ranks' to this one."""
-
-    step: int
-
-
-class Rescue(Struct, tag=True):
-    """Trainer: all ranks have stopped. Write the parts of those whose agents are gone."""
-
-
-class Rescued(Struct, tag=True):
-    """Holder: done. Of these ranks a copy was there, and no agent any more."""
-
-    ranks: list[int]
-
-
-class Alive(Struct, tag=True):
-    """Either: I am here."""
-
-
-Message = (
-    Challenge | Answer | Welcome | Keep | Base | Next | p.OpenLog | Ended | Kept | NotKept
-    | Share | Shared | Rescue | Rescued | Alive
-)  # fmt: skip
-
-_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)
 
 
 def is_loopback(host: str) -> bool:
@@ -199,8 +161,18 @@ class Wire:
             raise StoreFailed("a message is too long", found=f"{len(content):,} bytes")
         self._socket.settimeout(self._left_s())
         self._socket.sendall(_LENGTH.pack(len(content)) + content)
-        for start in range(0, 0 if payload is None else len(payload), _SLICE_BYTES):
-            data = (payload or memoryview(b""))[start : start + _SLICE_BYTES]
+        self.send_bytes(payload or memoryview(b""), pace)
+
+    def send_bytes(
+        self, payload: memoryview, pace: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        """Send bytes that follow a message; see `send`.
+
+        Raises:
+            OSError: the other end is gone, or takes nothing.
+        """
+        for start in range(0, len(payload), _SLICE_BYTES):
+            data = payload[start : start + _SLICE_BYTES]
             pace(len(data))
             self._socket.sendall(data)
 
@@ -231,7 +203,7 @@ class Wire:
             raise StoreFailed("a message is too long", found=f"{length:,} bytes")
         content = self._exactly(length)
         try:
-            return _decoder.decode(content)
+            return decoder.decode(content)
         except (msgspec.MsgspecError, EverystepError, RecursionError) as error:
             raise StoreFailed(f"a message is malformed: {error}") from error
 
@@ -289,14 +261,15 @@ def connected(address: Address, token: bytes) -> Wire:
     connection = socket.create_connection((address.host, address.port), timeout=GREETING_S)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        binding = b""
         if address.certificate is not None:
-            connection = _pinned(connection, address)
+            connection, binding = _pinned(connection, address)
         wire = Wire(connection)
         challenge = _expect(wire, Challenge)
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        wire.send(Answer(nonce, _proof(token, b"caller", challenge.nonce, nonce)))
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        wire.send(Answer(nonce, _proof(token, b"caller", challenge.nonce, nonce, binding)))
         welcome = _expect(wire, Welcome)
-        expected = _proof(token, b"listener", challenge.nonce, nonce)
+        expected = _proof(token, b"listener", challenge.nonce, nonce, binding)
         if not hmac.compare_digest(welcome.proof, expected):
             raise StoreFailed("the agent does not know the session's secret", path=_place(address))
         wire.trust()
@@ -306,9 +279,12 @@ def connected(address: Address, token: bytes) -> Wire:
     return wire
 
 
-def _pinned(connection: socket.socket, address: Address) -> socket.socket:
+def _pinned(connection: socket.socket, address: Address) -> tuple[socket.socket, bytes]:
+    """The connection inside TLS, and what of it goes into the proofs."""
     secure = client_context().wrap_socket(connection)
     found = hashlib.sha256(secure.getpeercert(binary_form=True) or b"").hexdigest()
+    if address.certificate == UNKNOWN:
+        return secure, bytes.fromhex(found)
     if found != address.certificate:
         secure.close()
         raise StoreFailed(
@@ -317,11 +293,16 @@ def _pinned(connection: socket.socket, address: Address) -> socket.socket:
             expected=address.certificate,
             found=found,
         )
-    return secure
+    return secure, b""
 
 
-def welcomed(connection: socket.socket, context: ssl.SSLContext | None, token: bytes) -> Wire:
+def welcomed(
+    connection: socket.socket, context: ssl.SSLContext | None, token: bytes, binding: bytes = b""
+) -> Wire:
     """The same from the other end: whoever has connected knows the secret.
+
+    Args:
+        binding: the SHA-256 of the certificate, where callers do not know it before.
 
     Raises:
         OSError, EOFError, StoreFailed: it does not, or says nothing for too long.
@@ -332,12 +313,13 @@ def welcomed(connection: socket.socket, context: ssl.SSLContext | None, token: b
         connection = context.wrap_socket(connection, server_side=True)
     wire = Wire(connection)
     try:
-        nonce = secrets.token_bytes(_NONCE_BYTES)
+        nonce = secrets.token_bytes(NONCE_BYTES)
         wire.send(Challenge(nonce))
         answer = _expect(wire, Answer)
-        if not hmac.compare_digest(answer.proof, _proof(token, b"caller", nonce, answer.nonce)):
+        expected = _proof(token, b"caller", nonce, answer.nonce, binding)
+        if not hmac.compare_digest(answer.proof, expected):
             raise StoreFailed("whoever has connected does not know the secret")
-        wire.send(Welcome(_proof(token, b"listener", nonce, answer.nonce)))
+        wire.send(Welcome(_proof(token, b"listener", nonce, answer.nonce, binding)))
         wire.trust()
     except BaseException:
         wire.close()
@@ -366,8 +348,8 @@ def _expect(wire: Wire, kind: type[Any]) -> Any:
     return message
 
 
-def _proof(token: bytes, whose: bytes, listeners: bytes, callers: bytes) -> bytes:
-    return hmac.digest(token, whose + listeners + callers, "sha256")
+def _proof(token: bytes, whose: bytes, listeners: bytes, callers: bytes, binding: bytes) -> bytes:
+    return hmac.digest(token, whose + listeners + callers + binding, "sha256")
 
 
 def _place(address: Address) -> str:

@@ -32,6 +32,7 @@ _EXAMPLES = {
     "prune": "everystep prune runs/gpt --keep-last 5 --keep-every 1000 --dry-run",
     "plan": "everystep plan full --from-run runs/gpt",
     "report": "everystep report runs/gpt --trace trace.json",
+    "shadow": "everystep shadow runs/copy --listen 10.0.0.9:7700 --token-file token --tap eth1",
     "tap": "everystep tap decode port7.pcapng --reduced gradients.npy",
 }
 """One example of each command; each lives in the module of its name."""

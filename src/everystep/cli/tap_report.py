@@ -17,8 +17,8 @@ from everystep.tap.connections import Connection
 from everystep.tap.nccl import Decoder, Found, Options
 from everystep.tap.packets import Parser
 from everystep.tap.pieces import Messages, Packets, Reduced
+from everystep.tap.reduced import Buffers
 from everystep.tap.ring import Assembler
-from everystep.tap.rings import Doubt
 from everystep.tap.writes import Write
 from everystep.types import Json
 
@@ -81,11 +81,11 @@ class Reader:
         self._tracker = roce.Tracker(check_icrc=check_icrc)
         self.decoder = Decoder(self._tracker, options)
         self._assembler = Assembler(behind=KEPT, finished=KEPT)
+        self._made = Buffers(self._assembler)
         self._sums: dict[int, list[int]] = {}
         self._summed = 0
         self._frames = 0
         self._roce_frames = 0
-        self._is_lost = False
         self._ids: dict[int, int] = {}
 
     def read(self, path: Path) -> Capture:
@@ -99,8 +99,7 @@ class Reader:
                     self._take(messages)
             self._take(self._tracker.flush())
             self._put(self.decoder.finish())
-        for reduced in self._assembler.give_up():
-            self._keep(reduced)
+        self._keep(self._made.give_up())
         return self._report(path)
 
     def _take(self, messages: Messages) -> None:
@@ -111,26 +110,11 @@ class Reader:
         self._put(found)
 
     def _put(self, events: Iterable[Found]) -> None:
-        for event in events:
-            if isinstance(event, Doubt):
-                self._is_lost = True
-            if isinstance(event, Doubt) or self._is_lost:
-                continue  # what comes now has no absolute number
-            for reduced in self._assembler.add(event):
-                self._keep(reduced)
+        self._keep(self._made.take(events))
 
-    def _keep(self, reduced: Reduced) -> None:
-        # twins may still come for what was whole, but they change nothing
-        copy = Reduced(
-            reduced.collective,
-            reduced.data.copy(),
-            reduced.present,
-            reduced.missing,
-            reduced.sources,
-            reduced.mismatches,
-            reduced.sized,
-        )
-        self.buffers.setdefault(reduced.collective, copy)
+    def _keep(self, given: Iterable[Reduced]) -> None:
+        for reduced in given:
+            self.buffers.setdefault(reduced.collective, reduced)
 
     # ------------------------------------------------------------ the report
 

@@ -36,6 +36,9 @@ class Form(enum.IntEnum):
     """SPARSE, with values as in BFLOAT16."""
     SPARSE_FLOAT16 = 8
     """SPARSE, with values as in FLOAT16."""
+    ON_WIRE = 9
+    """Not here: it is what an all-reduce gave, times one number. The values are those of a few
+    elements (`samples`). Only on its way to a shadow, never in a log."""
 
 
 class Coded(NamedTuple):

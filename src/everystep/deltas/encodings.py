@@ -203,7 +203,8 @@ def check(coded: Coded, length: int) -> None:
     if form in NARROW_FORMS:
         width = 2 if dtype == "float32" else 0
     if (
-        (width == 0) != (form == Form.ABSENT)
+        form == Form.ON_WIRE
+        or (width == 0) != (form == Form.ABSENT)
         or (dtype == "") != (form == Form.ABSENT)
         or not least <= count <= most
         or len(values) != count * width

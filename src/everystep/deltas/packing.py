@@ -19,6 +19,7 @@ from msgspec import Struct
 from everystep.deltas import coo, encodings
 from everystep.deltas.delta import Bytes, Coded, Delta, Form, Layout, Parameter, Stored, Update
 from everystep.deltas.metrics import METADATA_KEY
+from everystep.deltas.samples import check_samples, sample_counts
 from everystep.errors import Damaged
 from everystep.types import Json, TensorSpec, element_count, item_bytes
 
@@ -145,12 +146,13 @@ def _header(facts: _Facts, lengths: dict[str, int], fingerprint_shape: tuple[int
 # ---------------------------------------------------------------- reading
 
 
-def unpack(data: memoryview, layout: Layout) -> Delta:
+def unpack(data: memoryview, layout: Layout, *, on_wire: bool = False) -> Delta:
     """Read the bytes of a delta.
 
     Args:
         data: flat; gradients and tensors of the result are views of it.
         layout: of the segment that it stands in.
+        on_wire: gradients may be ON_WIRE, as on the way to a shadow.
 
     Raises:
         Damaged: they are not such bytes, or hold other parameters than the layout says, or more
@@ -169,8 +171,12 @@ def unpack(data: memoryview, layout: Layout) -> Delta:
         if len(pieces) > len(table) - at:
             raise Damaged("parameters", expected=at + len(pieces), found=len(table))
         gradients = table[at : at + len(pieces)]
-        for coded, piece in zip(gradients, pieces, strict=True):
-            encodings.check(coded, piece.stop - piece.start)
+        counts = sample_counts(pieces)
+        for coded, piece, count in zip(gradients, pieces, counts, strict=True):
+            if on_wire and coded.form == Form.ON_WIRE:
+                check_samples(coded, count)
+            else:
+                encodings.check(coded, piece.stop - piece.start)
         at += len(pieces)
         updates.append(Update(call.optimizer, call.options, gradients, call.scale))
     if at != len(table):

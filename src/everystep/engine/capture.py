@@ -159,8 +159,10 @@ class Capture:
                 self._guard.notify_all()
 
     def _check(self, task: Task) -> None:
-        then = self._versions[id(task)] or []
-        for key, before, after in zip(task.keys, then, versions_of(task.live), strict=True):
+        then, now = self._versions[id(task)] or [], versions_of(task.live)
+        if now == then:
+            return
+        for key, before, after in zip(task.keys, then, now, strict=True):
             if before != after:
                 self._give_up(f"{spoken(key)} was written while it was copied")
                 return

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from everystep.agent.sink import RecordSink
@@ -18,14 +15,15 @@ from everystep.deltas.delta import Delta, Layout, Stored, Update
 from everystep.deltas.packing import pack_layout
 from everystep.engine.changes import Beside, bytes_of
 from everystep.engine.gradients import Apart, Source
+from everystep.engine.layerwise import Copies, close_all, copies_for, why_not_early
 from everystep.engine.meter import Cost
 from everystep.engine.owned import Shares, accelerator, keys_of, unrepeatable
 from everystep.engine.promise import fulfil
-from everystep.engine.taken import Step, Taken, code, write_record
+from everystep.engine.taken import Step, Taken, code, print_of, write_record
 from everystep.errors import EverystepError, StoreFailed, Unsupported
 from everystep.state.capture import Objects
 from everystep.state.draws import Draws
-from everystep.state.fingerprint import Rota, fingerprint
+from everystep.state.fingerprint import Rota
 from everystep.state.ranks import Ranks
 from everystep.state.recapture import Captured, Recapture
 from everystep.types import Json
@@ -59,6 +57,7 @@ class Recorder:
         told: called with a step and the bytes of its record as it is handed over, in a thread.
         shares: which rank writes down what; None: all have equally much.
         plain: gradients are taken as they are: nobody is going to store them.
+        layerwise: those that do not stay as they are are copied during backward.
 
     Raises:
         Unsupported: what an optimizer does cannot be done again from its gradients.
@@ -78,6 +77,7 @@ class Recorder:
         told: Callable[[int, int], None],
         shares: Shares | None = None,
         plain: bool = False,
+        layerwise: bool = False,
     ) -> None:
         for name, optimizer in objects.optimizers.items():
             reason = unrepeatable(optimizer)
@@ -87,14 +87,13 @@ class Recorder:
         self._policy, self.share_replicas = policy, share_replicas
         self._device, self._shares = accelerator(objects), shares or Shares(objects, ranks)
         self._chained, self._slices, self._versions, self._told = chained, slices, versions, told
-        self._plain = plain
+        self._plain, self._layerwise = plain, layerwise
         self._beside = Beside(objects.extras)
         size, left_out = ranks.world_size, self._beside.left_out
         self._recapture = Recapture(objects, size, versions=False, left_out=left_out)
         self._keys: set[str] = set()
         self._rota: Rota | None = None
         self._proved: list[torch.Tensor] = []
-        self._broken = False
         self._layout: Layout | None = None
         self._laid_out: tuple[int, bool] | None = None
         self._opened = False
@@ -106,8 +105,8 @@ class Recorder:
             for optimizer in objects.optimizers.values()
         )
         self._draws = Draws(objects.extras.values()) if foreign else None  # torch's draw nothing
-        self._moved, self._ended = False, 0
-        self._alone, self._safe = ranks.world_size == 1, 0
+        self._moved = self._broken = False
+        self._alone, self._ended, self._safe = ranks.world_size == 1, 0, 0
         self._steps: collections.deque[tuple[Step, Future[None]]] = collections.deque()
         # the log may keep one of them waiting
         self._thread = ThreadPoolExecutor(1, "everystep-delta")
@@ -116,10 +115,10 @@ class Recorder:
             Source(name, optimizer, self._take, self._updated)
             for name, optimizer in objects.optimizers.items()
         ]
-        holders = collections.Counter(
-            id(parameter) for source in self._sources for parameter in source.parameters
-        )
-        self._shared = any(count > 1 for count in holders.values())
+        self._copies: dict[str, Copies] = {}
+        self._renew_copies()
+        held = [id(parameter) for source in self._sources for parameter in source.parameters]
+        self._shared = len(set(held)) < len(held)
         if chained is not None:
             captured = self._recapture.now()
             self._layout = self._lay_out(captured)
@@ -156,7 +155,10 @@ class Recorder:
         parameters = layout.optimizers[source.name]
         if self._device is not None:
             self._device.stable()
-        if not taken.lasting:
+        copies = self._copies.get(source.name)
+        if copies is not None and not taken.known:
+            copies.take(taken, parameters)
+        if not taken.lasting and taken.kept is None:
             taken.coded = Future()
             taken.coded.set_result(code(taken, parameters, self._device, plain=self._plain))
         self._taken.append(taken)
@@ -249,7 +251,19 @@ class Recorder:
         others = [source for source in self._sources if not source.same_parameters()]
         for source in others:
             source.renew()
+        if others:
+            self._renew_copies()
         return f"{others[0].name} has got other parameters" if others else None
+
+    def _renew_copies(self) -> None:
+        close_all(self._copies)
+        if self._device is None and (self._plain or self._layerwise):
+            models = list(self._objects.models.values()) if self._layerwise else None
+            self._copies = copies_for(self._sources, models)
+
+    def not_early(self) -> str | None:
+        """Why gradients are not copied during backward any more, in words; this is told once."""
+        return why_not_early(self._copies.values())
 
     @property
     def state_bytes(self) -> int:
@@ -317,7 +331,7 @@ class Recorder:
 
     def _read(self, one: Step, to_code: list[Taken]) -> None:
         """Take from live memory what the step's delta needs."""
-        fulfil(one.prints, lambda: self._fingerprint(one))
+        fulfil(one.prints, lambda: print_of(one, self._device, self._sources))
         for taken in to_code:
             parameters = one.layout.optimizers[taken.optimizer]
             if taken.coded is not None:
@@ -356,20 +370,6 @@ class Recorder:
         self._sink.publish(one.number, None if self._alone else self._safe)
         one.cost.logged_bytes, one.cost.logged_at_s = nbytes, time.monotonic()
 
-    def _fingerprint(self, one: Step) -> npt.NDArray[np.uint64]:
-        state, one.state = one.state, []
-        before = [source.written_beside() for source in self._sources]
-        with contextlib.ExitStack() as reading:
-            if self._device is not None and state:
-                reading.enter_context(self._device.reading(state[0]))
-            prints = fingerprint(state, one.number, rota=one.rota)
-        # an optimizer waits for this; anybody else may have written meanwhile
-        problems = [*before, *(source.written_beside() for source in self._sources)]
-        problem = next((problem for problem in problems if problem), None)
-        if problem is not None:
-            raise StoreFailed(problem)
-        return prints
-
     # ------------------------------------------------------------ the end
 
     def settle(self) -> None:
@@ -384,6 +384,7 @@ class Recorder:
         finally:
             for source in self._sources:
                 source.close()
+            close_all(self._copies)
             self._sender.shutdown()
             self._thread.shutdown()
             if self._device is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from everystep.engine.device import Device
 from everystep.engine.meter import Cost
 from everystep.errors import StoreFailed
 from everystep.state import raw
-from everystep.state.fingerprint import Rota
+from everystep.state.fingerprint import Rota, fingerprint
 from everystep.state.tree import Held
 from everystep.types import Json
 
@@ -52,6 +53,11 @@ class Taken:
     """In the options."""
     scale: Json | None = None
     coded: Future[list[Coded]] | None = None
+    kept: list[torch.Tensor | None] | None = None
+    """Copies of the gradients that nobody writes, where they do not last: of each, the elements
+    that this rank records."""
+    returned: Callable[[], None] = lambda: None
+    """To be called when `kept` is not read any more."""
 
 
 @dataclass
@@ -71,6 +77,14 @@ class Step:
     """Done when the state is not read any more."""
 
 
+class Watched(Protocol):
+    """An optimizer's parameters."""
+
+    def written_beside(self) -> str | None:
+        """Which of them anybody else has written, in words."""
+        ...
+
+
 def owns_memory(gradient: torch.Tensor) -> bool:
     """Whether no other tensor can lie in its memory."""
     if gradient.layout is not torch.strided:
@@ -81,8 +95,8 @@ def owns_memory(gradient: torch.Tensor) -> bool:
 def code(
     taken: Taken, parameters: Sequence[Parameter], device: Device | None, *, plain: bool = False
 ) -> list[Coded]:
-    """Write down the gradients. Those that are going to stay as they are may be referred to by what
-    is returned, until `unwritten` has looked once more; others are let go of.
+    """Write down the gradients. Those that are going to stay as they are, or their copies, may be
+    referred to by what is returned, until `unwritten` has looked once more; others are let go of.
 
     Args:
         parameters: parallel to the gradients.
@@ -95,12 +109,14 @@ def code(
     if taken.lasting and not all(grad is None or owns_memory(grad) for grad in taken.gradients):
         taken.distrust()
         raise StoreFailed("gradients share memory with other tensors, and did not before")
+    gradients = taken.gradients if taken.kept is None else taken.kept
+    stays = taken.lasting or taken.kept is not None
     coded = []
-    for whose, gradient, one in zip(taken.parameters, taken.gradients, parameters, strict=True):
+    for whose, gradient, one in zip(taken.parameters, gradients, parameters, strict=True):
         known = taken.known.get(whose)
         if gradient is None:
             coded.append(ABSENT)
-        elif known is not None and not taken.lasting:
+        elif known is not None and not stays:
             places, values = known.indices.cpu(), known.values.cpu()
             dtype = raw.dtype_name(gradient.dtype)
             coded.append(encode_known(places, values, dtype, one.start, one.stop))
@@ -110,7 +126,7 @@ def code(
             indices = known.indices.cpu() if known is not None and sure else None
             host = _on_host(gradient.detach() if gradient.requires_grad else gradient, device)
             coded.append(encode(host, one.start, one.stop, indices=indices, plain=plain))
-    if not taken.lasting:
+    if not stays:
         taken.gradients = []
         coded = [
             one._replace(gaps=one.gaps.copy(), values=one.values.copy())
@@ -131,7 +147,8 @@ def as_taken(taken: Taken) -> bool:
 def unwritten(taken: Taken) -> bool:
     """Whether gradients that were to stay as they are have; they are let go of."""
     stayed = not taken.lasting or as_taken(taken)
-    taken.gradients = []
+    taken.gradients, taken.kept = [], None
+    taken.returned()
     if not stayed:
         taken.distrust()
     return stayed
@@ -169,6 +186,31 @@ def write_record(
     finally:
         view.release()
     return nbytes
+
+
+def print_of(
+    one: Step, device: Device | None, sources: Sequence[Watched]
+) -> npt.NDArray[np.uint64]:
+    """The fingerprint of the state after a step, which is let go of.
+
+    Args:
+        sources: the optimizers.
+
+    Raises:
+        StoreFailed: somebody else has written parameters meanwhile.
+    """
+    state, one.state = one.state, []
+    before = [source.written_beside() for source in sources]
+    with contextlib.ExitStack() as reading:
+        if device is not None and state:
+            reading.enter_context(device.reading(state[0]))
+        prints = fingerprint(state, one.number, rota=one.rota)
+    # an optimizer waits for this; anybody else may have written meanwhile
+    problems = [*before, *(source.written_beside() for source in sources)]
+    problem = next((problem for problem in problems if problem), None)
+    if problem is not None:
+        raise StoreFailed(problem)
+    return prints
 
 
 def _on_host(gradient: torch.Tensor, device: Device | None) -> torch.Tensor:

@@ -160,24 +160,32 @@ def _run(
         source: all of it.
         target: where its piece goes; None: this rank stores nothing of it.
     """
-    owned = member.owned
-    whole: list[Hash] = [xxhash.xxh3_128()] if member.whole else []
+    owned, key = member.owned, member.held.spec.key
     if owned is None or target is None:
-        device.copy(source, None, whole)
-    elif not whole:
-        own: list[Hash] = [xxhash.xxh3_128()] if device.hashes else []
-        device.copy(source, target, own)
-        found.pieces.update((owned.number, state.hexdigest()) for state in own)
+        if member.whole:
+            found.whole[key] = device.digest(source, None)
+    elif member.whole:
+        found.whole[key] = _run_part(owned, source, target, device, found)
+    elif device.hashes:
+        found.pieces[owned.number] = device.digest(source, target)
     else:
-        start, stop = owned.piece.start, owned.piece.stop
-        own = [xxhash.xxh3_128()] if device.hashes else []
-        if start:
-            device.copy(source[:start], None, whole)
-        device.copy(source[start:stop], target, [*own, *whole])
-        if stop < len(source):
-            device.copy(source[stop:], None, whole)
-        found.pieces.update((owned.number, state.hexdigest()) for state in own)
-    found.whole.update((member.held.spec.key, state.hexdigest()) for state in whole)
+        device.copy(source, target, [])
+
+
+def _run_part(
+    owned: Owned, source: torch.Tensor, target: torch.Tensor, device: Device, found: Found
+) -> str:
+    """Copy a piece, and return the hash of all of the tensor."""
+    start, stop = owned.piece.start, owned.piece.stop
+    whole = xxhash.xxh3_128()
+    own: list[Hash] = [xxhash.xxh3_128()] if device.hashes else []
+    if start:
+        device.copy(source[:start], None, [whole])
+    device.copy(source[start:stop], target, [*own, whole])
+    if stop < len(source):
+        device.copy(source[stop:], None, [whole])
+    found.pieces.update((owned.number, state.hexdigest()) for state in own)
+    return whole.hexdigest()
 
 
 class Group:

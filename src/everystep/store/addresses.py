@@ -112,6 +112,16 @@ def make_token(root: Path, session: int) -> None:
     with translated(path):
         path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)
+    make_secret(path)
+
+
+def make_secret(path: Path) -> None:
+    """Make a file with a secret that only this user may read.
+
+    Raises:
+        StoreFailed: it is there already, or cannot be written.
+    """
+    with translated(path):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:
             os.write(fd, secrets.token_hex(TOKEN_BYTES).encode())
@@ -130,7 +140,15 @@ def read_token(root: Path, session: int) -> bytes:
         Damaged: it is none.
         StoreFailed: others may read it.
     """
-    path = root / token_file(session)
+    return read_secret(root / token_file(session))
+
+
+def read_secret(path: Path) -> bytes:
+    """The secret in a file: 64 hexadecimal digits, which nobody else may read.
+
+    Raises:
+        Missing, Damaged, StoreFailed: as `read_token`.
+    """
     with translated(path):
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -142,6 +160,7 @@ def read_token(root: Path, session: int) -> bytes:
         raise StoreFailed(
             "others may read the secret of the agents", path=path, hint=f"chmod 600 {path}"
         )
+    data = data.rstrip(b"\n")
     if len(data) != 2 * TOKEN_BYTES:
-        raise Damaged("is not the secret of a session", path=path, at=0)
+        raise Damaged("is not a secret of 64 hexadecimal digits", path=path, at=0)
     return data

@@ -22,6 +22,8 @@ from everystep.tap.writes import Write
 
 Kind = Literal["allreduce", "allgather", "broadcast", "p2p", "other"]
 
+_MOST_COMING = 256
+
 _REMEMBERED = 256
 """Collectives whose schedule and frames are kept, to match other links with them."""
 
@@ -124,6 +126,12 @@ class Expectations:
                     found += interleaved(shape, protocol, count, used, most)
         return list(dict.fromkeys(found))
 
+    def coming(self, number: int, protocol: Protocol, channels: int) -> list[list[Schedule]]:
+        """What all-reduce `number` and those after it may look like, until sizes come again."""
+        counts = next((c for first, c in reversed(self.told) if first <= number), ())
+        span = min(max(1, len(counts)), _MOST_COMING)
+        return [self.schedules(number + i, protocol, channels) for i in range(span)]
+
     def _likely(self, number: int) -> list[Schedule]:
         """What followed when the all-reduce before was like the last one; then all seen."""
         recent = sorted(n for n in self._schedules if n < number)
@@ -170,20 +178,17 @@ class Expectations:
         begun = [number for number, (first, _) in self._frames.items() if first <= frame]
         return max(begun, default=None)
 
-    def number_at(self, first: int, last: int) -> int | None:
-        """The all-reduce that other links ran during these frames.
+    def number_at(self, frame: int) -> int | None:
+        """The all-reduce that another link was busy with when this frame was captured, if one was.
 
-        No rank begins an all-reduce before it has received all of the one before, so the frames of
-        one number on neighbouring links overlap more than those of different numbers.
+        A message of ring step k-1 holds a sum over all ranks, and without it no rank has the whole
+        buffer: so on every link it comes after the first message of the same all-reduce, and before
+        the first of the next. For other messages that need not be so.
         """
-        if not self._frames:
-            return None
-        overlaps = {
-            number: min(last, stop) - max(first, start)
-            for number, (start, stop) in self._frames.items()
-        }
-        best = max(overlaps, key=lambda number: (overlaps[number], -number))
-        return best if overlaps[best] >= 0 else None
+        for number, (first, last) in reversed(self._frames.items()):
+            if first <= frame <= last:
+                return number
+        return None
 
     def newest(self) -> int:
         """The greatest number that an all-reduce was given; -1 before the first."""

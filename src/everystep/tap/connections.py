@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from everystep.tap.collectives import Collective, Plan
 from everystep.tap.pieces import PSN_COUNT
+from everystep.tap.positions import Course, Rooms, Window, psn_after
 from everystep.tap.schedule import Protocol
 from everystep.tap.writes import Write
 
@@ -20,49 +21,18 @@ _SMALL_PSN = 4096
 """A connection whose first message seen is below both was made within the capture."""
 
 _MAX_HEADLESS = 64
-_MAX_ROOMS = 256
+_MAX_FLOATING = 256
 _WINDOWS = 64
 _KEPT_OF_A_GAP = 64
-_LAPS = 32
+_LAP = 4
+"""A ring writes to an address again after so many messages at the earliest."""
+
 _NEAR = 8
 """Slots of a buffer: so many messages can be under way."""
 
 _FLAGS = 1 << 32
 _SPLIT_BYTES = 8192
 """NCCL_IB_AR_THRESHOLD: larger messages are split where adaptive routing is on."""
-
-
-def psn_after(psn: int, base: int) -> int:
-    """How far a sequence number lies behind another: signed, 24 bits."""
-    return (psn - base + PSN_COUNT // 2) % PSN_COUNT - PSN_COUNT // 2
-
-
-class Course:
-    """The sequence numbers of one queue pair of a connection."""
-
-    __slots__ = ("position", "psn")
-
-    def __init__(self) -> None:
-        self.psn: int | None = None
-        """After the last message whose position is known."""
-        self.position = 0
-        """Of the message that begins there."""
-
-
-class Window:
-    """The positions that one collective takes on one connection."""
-
-    __slots__ = ("collective", "first", "offsets", "plan", "psn", "stop")
-
-    def __init__(self, first: int, plan: Plan, collective: Collective) -> None:
-        self.first = first
-        self.stop = first + len(plan.lengths)
-        self.plan = plan
-        self.collective = collective
-        self.psn: int | None = None
-        """Of its first packet."""
-        self.offsets: list[int] | None = None
-        """Sequence numbers from there to each of its messages, and to its end."""
 
 
 Walk = Callable[["Connection", Write, int, int], "int | None"]
@@ -107,25 +77,27 @@ class Connection:
         """Step minus position, of the last message with a flag."""
         self.step: int | None = None
         """Of the last message with a flag."""
-        self._only_flags = True
-        self._rooms: dict[tuple[int, int], deque[tuple[int, int]]] = {}
-        self._room_shift: int | None = None
-        self._told: deque[tuple[int, int]] = deque(maxlen=_MAX_ROOMS)
+        self.has_only_flags = True
+        self.rooms = Rooms()
         self.floating: list[Write] = []
         """Messages whose position is not known yet."""
 
     # ------------------------------------------------------------ where a message stands
 
+    def open(self, stream: int) -> None:
+        """One more queue pair."""
+        for course in self.courses.values():
+            if course.last < 0:
+                course.psn = None  # it was taken to be the only one
+        self.courses[stream] = Course()
+        if len(self.courses) > 1:  # each counts its own
+            self.base_psn = self.least_psn = None
+
     def told(self, addr: int, rkey: int, index: int, size: int, frame: int) -> None:
         """The receiver has room for message `index` (from 1)."""
         self.cts += 1
-        self._told.append((index, frame))
         self.size = size
-        told = self._rooms.pop((addr, rkey), None) or deque(maxlen=_LAPS)
-        told.append((index, frame))
-        self._rooms[addr, rkey] = told
-        if len(self._rooms) > _MAX_ROOMS:
-            del self._rooms[next(iter(self._rooms))]
+        self.rooms.told(addr, rkey, index, frame)
 
     def locate(self, write: Write, walk: Walk) -> int | None:
         """The position of a message; None while it cannot be known.
@@ -138,64 +110,79 @@ class Connection:
         if write.is_split or (write.immediate is not None and write.length > _SPLIT_BYTES):
             self.is_split = write.is_split
         if write.length and not write.flag:
-            self._only_flags = False
+            self.has_only_flags = False
         if course.psn is None and not write.flag and self._is_early(write):
-            course.psn, course.position = 0, 0
+            course.psn, course.last = 0, -1
+            self.rooms.fix()
         ahead = None if course.psn is None else psn_after(write.psn, course.psn)
         position = self._position(write, course, ahead, walk)
         if position is None:
             if write not in self.floating:
-                self.floating = [*self.floating[1 - _MAX_HEADLESS :], write]
+                self.floating = [*self.floating[1 - _MAX_FLOATING :], write]
             return None
         if write.flag:
             self.step = self._step(write.flag)
             self.lead = self.step - position
-        if ahead == 0 and self._room_shift is None:
-            told = self._told_position(write)
-            self._room_shift = None if told is None else told - position
+        if ahead == 0 and not self.rooms.is_fixed:
+            self.rooms.observe(write.va, write.rkey, write.frame, position)
         if write.span and (ahead is None or ahead >= 0):
             course.psn = (write.psn + write.span) % PSN_COUNT
-            course.position = position + (1 if len(self.courses) == 1 else len(self.courses))
+            course.last = position
         if self.base is None:
             self._begin(write, position)
         write.position = position
         return position
 
-    def _position(
-        self,
-        write: Write,
-        course: Course,
-        ahead: int | None,
-        walk: Walk,
-    ) -> int | None:
-        if write.flag and self._only_flags:
-            position = self._step(write.flag) - (self.lead or 0)
-            if ahead is not None and ahead >= 0 and len(self.courses) == 1:
-                # each message takes at least one packet: a flag that says otherwise is damaged
-                return position if 0 <= position - course.position <= ahead else None
-            return position
-        if ahead == 0 and len(self.courses) == 1:
-            return course.position
-        told = self._told_position(write)
-        if len(self.courses) > 1:
-            return told
+    def _position(self, write: Write, course: Course, ahead: int | None, walk: Walk) -> int | None:
         if ahead is None:
-            if told is None and write.flag:
-                return write.flag - 1
-            return told if told is not None or not write.length else 0
+            return self._first_position(write)
         if ahead < 0:
             return self._older(write)
-        found = walk(self, write, course.position, ahead)
-        if found is None and told is not None and 0 <= told - course.position <= ahead:
-            return told  # each message takes at least one packet
-        return found
+        # messages take their queue pairs in turn, and each takes at least one packet
+        turn = len(self.courses)
+        following = course.last + turn
+        lawful = range(following, following + turn * ahead + 1, turn)
+        if write.flag and self.has_only_flags and (self.lead is not None or ahead):
+            position = self._step(write.flag) - (self.lead or 0)
+            return position if position in lawful else None
+        least = self.rooms.least(write.va, write.rkey, write.frame)
+        if ahead == 0:
+            return following if least is None or self._agrees(following, least) else None
+        if turn == 1:
+            found = walk(self, write, following, ahead)
+            if found is not None:
+                return found if least is None or self._agrees(found, least) else None
+        if least is None or least not in lawful:
+            return None
+        return least if self._is_last(write, least, lawful.stop) else None
 
-    def _told_position(self, write: Write) -> int | None:
-        """By the last record of the address that came before the message."""
-        for index, frame in reversed(self._rooms.get((write.va, write.rkey), ())):
-            if frame < write.frame:
-                return index - 1 - (self._room_shift or 0)
-        return None
+    def _first_position(self, write: Write) -> int | None:
+        """Of the first message of a queue pair, where it did not begin within the capture."""
+        if write.flag and self.has_only_flags and self.lead is not None:
+            return self._step(write.flag) - self.lead
+        is_first = self.base is None
+        least = self.rooms.least(write.va, write.rkey, write.frame, is_first=is_first)
+        if least is not None and self._is_last(write, least, None):
+            if is_first:
+                self.rooms.fix()
+            return least
+        if is_first and write.flag and self.has_only_flags:
+            return self._step(write.flag)
+        is_alone = is_first and not self.cts and len(self.courses) == 1
+        return 0 if is_alone and write.length else None
+
+    def _is_last(self, write: Write, least: int, stop: int | None) -> bool:
+        """Whether a message stands where the last record of its address says, though a later one
+        may be lost: there must be no room for another lap."""
+        lap = _LAP if self.role == "ring" else 1
+        if stop is not None and least + lap >= stop:
+            return True
+        most = self.rooms.most(write.frame)
+        return most is not None and most < least + lap
+
+    def _agrees(self, position: int, least: int) -> bool:
+        """Whether a position is that of the last record of its address, or whole laps later."""
+        return position == least or position >= least + (_LAP if self.role == "ring" else 1)
 
     def _is_early(self, write: Write) -> bool:
         """Whether the connection was made just before its first message was seen."""
@@ -215,25 +202,42 @@ class Connection:
             ahead = psn_after(write.psn, window.psn)
             if 0 <= ahead < window.offsets[-1] and ahead in window.offsets:
                 return window.first + window.offsets.index(ahead)
+        turn = len(self.courses)
+        for position, other in self.pending.items():
+            if other.stream != write.stream:
+                continue
+            if other.span and (other.psn + other.span) % PSN_COUNT == write.psn:
+                return position + turn
+            if write.span and (write.psn + write.span) % PSN_COUNT == other.psn:
+                return position - turn
+        return None
+
+    def take_next(self, stream: int) -> Write | None:
+        """The message that had no position and begins where the last one of its stream ends."""
+        psn = self.courses[stream].psn
+        for write in self.floating:
+            if write.stream == stream and write.psn == psn:
+                self.floating.remove(write)
+                return write
         return None
 
     def _begin(self, write: Write, position: int) -> None:
         self.from_start = position <= _SMALL_STEP and write.psn <= _SMALL_PSN
-        if self.from_start:
-            self.base, self.base_psn = 0, 0
-        else:
-            self.base, self.base_psn = position, write.psn
         # empty messages before the first flag stand right before it
         psn = write.psn
         for earlier in reversed(self.floating):
-            position -= 1
-            if (earlier.psn + earlier.span) % PSN_COUNT != psn or position < 0:
+            is_before = earlier.stream == write.stream and (
+                (earlier.psn + earlier.span) % PSN_COUNT == psn
+            )
+            if not is_before or position == 0 or len(self.courses) > 1:
                 break
-            earlier.position = position
+            position -= 1
             psn = earlier.psn
+            earlier.position = position
             self.pending[position] = earlier
-            if not self.from_start:
-                self.base, self.base_psn = position, psn
+        self.base, self.base_psn = (0, 0) if self.from_start else (position, psn)
+        if len(self.courses) > 1:
+            self.base_psn = None
         self.floating.clear()
 
     def retry(self, walk: Walk) -> list[tuple[Write, Window, int]]:
@@ -265,17 +269,11 @@ class Connection:
         base = self.base or 0
         found = [w.frame for position, w in self.pending.items() if position - base < _NEAR]
         found += [write.frame for write in (*self.headless, *self.floating)]
-        shift = 1 + (self._room_shift or 0)
-        found += [frame for index, frame in self._told if index - shift >= base]
-        return found
+        return found + self.rooms.frames_from(base)
 
     def owns(self, rkey: int) -> bool:
         """Whether a remote key is of one of its buffers."""
-        return rkey in self.protocols or any(key == rkey for _, key in self._rooms)
-
-    def cleared(self, va: int, rkey: int) -> bool:
-        """Whether its receiver has told this address."""
-        return (va, rkey) in self._rooms
+        return rkey in self.protocols or self.rooms.owns(rkey)
 
     def add_headless(self, write: Write) -> None:
         """Keep a message whose beginning was lost until its place is known."""
@@ -350,7 +348,9 @@ class Connection:
         self.base = window.stop
         self.base_psn = self.least_psn = None
         last = waiting[-1] if waiting else None
-        if last is not None and last.position == window.stop - 1 and last.span:
+        if len(self.courses) > 1:
+            window.psn = None  # each queue pair counts its own
+        elif last is not None and last.position == window.stop - 1 and last.span:
             self.base_psn = (last.psn + last.span) % PSN_COUNT
         elif window.psn is not None and offsets is not None:
             self.base_psn = (window.psn + offsets[-1]) % PSN_COUNT
@@ -364,7 +364,7 @@ class Connection:
         if write is None:
             # a long gap at once, but for what may be the beginning of the next collective
             self.base = max(self.base, min(self.pending, default=0) - _KEPT_OF_A_GAP)
-        if write is not None and write.span:
+        if write is not None and write.span and len(self.courses) == 1:
             self.base_psn = (write.psn + write.span) % PSN_COUNT
             self.least_psn = None
         else:

@@ -7,8 +7,12 @@ Several requests (nreqs) follow each other in one write.
 
 from __future__ import annotations
 
+import re
 import struct
+from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
 MAX_REQUESTS = 8
@@ -55,6 +59,10 @@ class ClearToSend(Struct, frozen=True):
     """Number of the message on its connection, from 1."""
 
 
+_FIELDS = ("addr", "size", "rkey", "requests", "tag", "index")
+"""In the order of `ClearToSend`."""
+
+
 def parse(
     payload: bytes, layout: Layout | None = None
 ) -> tuple[Layout, tuple[ClearToSend, ...]] | None:
@@ -69,8 +77,48 @@ def parse(
     return None
 
 
+def parse_all(payloads: npt.NDArray[np.uint8], layout: Layout) -> list[ClearToSend] | None:
+    """The records of writes of one request each, or None where one of them is something else.
+
+    Shape of `payloads`: (writes, bytes of the layout).
+    """
+    rows = np.ascontiguousarray(payloads).view(_dtype(layout))[:, 0]
+    is_right = (
+        (rows["requests"] == 1)
+        & (rows["index"] >= 1) & (rows["index"] <= _MAX_INDEX)
+        & (rows["tag"] <= _MAX_RANK)
+        & (rows["size"] > 0) & (rows["size"] <= _MAX_ROOM)
+        & (rows["addr"] != 0)
+    )  # fmt: skip
+    if not is_right.all():
+        return None
+    columns = [rows[name].tolist() for name in _FIELDS]
+    return [ClearToSend(*row) for row in zip(*columns, strict=True)]
+
+
+@lru_cache(maxsize=len(LAYOUTS))
+def _dtype(layout: Layout) -> np.dtype[np.void]:
+    at = 0
+    fields = []
+    for count, code in re.findall(r"(\d*)([QiIx])", layout.fields):
+        size = struct.calcsize("<" + code)
+        for _ in range(int(count or 1)):
+            if code != "x":
+                fields.append(("<" + {"Q": "u8", "i": "i4", "I": "u4"}[code], at))
+            at += size
+    told = [*fields[:3], *fields[-3:]]
+    return np.dtype(
+        {
+            "names": list(_FIELDS),
+            "formats": [kind for kind, _ in told],
+            "offsets": [offset for _, offset in told],
+            "itemsize": at,
+        }
+    )
+
+
 def _parse(payload: bytes, layout: Layout) -> tuple[ClearToSend, ...]:
-    number, rest = divmod(len(payload), struct.calcsize(layout.fields))
+    number, rest = divmod(len(payload), layout.nbytes)
     if rest or not 1 <= number <= MAX_REQUESTS:
         return ()
     found = []

@@ -104,10 +104,9 @@ class Gloo:
         """
         if ranks < 2 or item_bytes < 1 or threads < 1 or waiting_bytes < 0:
             raise UsageError("at least two ranks, one byte per element and one thread")
-        if sizes is not None and any(size < 1 or size % item_bytes for size in sizes):
-            raise UsageError("sizes are in bytes, of whole elements")
         self._parser = parser
-        self._ring = Ring(ranks, item_bytes, None if sizes is None else tuple(sorted(set(sizes))))
+        self._ring = Ring(ranks, item_bytes, None)
+        self.tell(sizes)
         self._hosts, self._threads = hosts, threads
         self._ports = None if ports is None else frozenset(ports)
         self._room = Room(waiting_bytes)
@@ -118,6 +117,18 @@ class Gloo:
         self._counts = dict.fromkeys(
             ("data", "notices", "others", "gaps", "wrong", "foreign", "conflicts", "refused"), 0
         )
+
+    def tell(self, sizes: Collection[int] | None) -> None:
+        """Sizes, as at the beginning, of every buffer from the next all-reduce on that shows.
+
+        Raises:
+            UsageError: a size that is not of whole elements.
+        """
+        item_bytes = self._ring.item_bytes
+        if sizes is not None and any(size < 1 or size % item_bytes for size in sizes):
+            raise UsageError("sizes are in bytes, of whole elements")
+        told = None if sizes is None else tuple(sorted(set(sizes)))
+        self._ring = Ring(self._ring.ranks, item_bytes, told)
 
     def feed(self, packets: Packets) -> list[Event]:
         """What these packets tell. Pieces hold until the next call of any method."""

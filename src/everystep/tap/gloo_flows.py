@@ -206,7 +206,8 @@ class Flow:
             return None
         placed = waiting.placed(self._place, self.number, self.stream)
         self._is_found = False  # what waits from now on comes after a gap
-        self.release()
+        if not self._splits:  # else it may have come already, in the same batch
+            self.release()
         return placed if len(placed.table) else None
 
     def refuse(self) -> None:

@@ -11,17 +11,20 @@ from collections.abc import Sequence
 
 from everystep.errors import UsageError
 from everystep.tap.collectives import Expectations
-from everystep.tap.connections import Connection, Window
+from everystep.tap.connections import Connection
 from everystep.tap.pieces import Announced, Bytes, Messages, Piece
+from everystep.tap.positions import Window
+from everystep.tap.ring import Scattered
 from everystep.tap.rings import Doubt
 from everystep.tap.schedule import Shape
-from everystep.tap.sorting import Options, Placer, Sorter
+from everystep.tap.sorting import Options, Sorter
+from everystep.tap.unpacking import Placer
 from everystep.tap.writes import FORMS, Write
 
 __all__ = ["Decoder", "Options", "Placer"]
 
 
-Found = Piece | Announced | Doubt
+Found = Piece | Scattered | Announced | Doubt
 """What a decoder gives, in order; after a Doubt, numbers count anew."""
 
 
@@ -41,7 +44,9 @@ class Decoder:
         shapes = [Shape(options.ranks, options.element_bytes, added) for added in ways]
         self.options = options
         self.expected = Expectations(shapes)
-        self.sorted = Sorter(placer, options, self.expected, self._place, self._doubt)
+        self.sorted = Sorter(
+            placer, options, self.expected, self._place, self._doubt, self._scattered
+        )
         self.contradicted = 0
         """Messages that are not what their place in a collective asks for: not used."""
         self._out: list[Found] = []
@@ -68,11 +73,11 @@ class Decoder:
     def feed(self, messages: Messages) -> list[Found]:
         """Take the next messages; the pieces are valid until the next call."""
         self._out = []
-        fresh = self.sorted.take(messages)
-        self._read(final=False)
-        for write in fresh:
-            if write.collective is None:  # its payload will be overwritten
-                write.data = write.data.copy()
+        for fresh in self.sorted.take(messages):
+            self._read(final=False)
+            for write in fresh:
+                if write.collective is None:  # its payload will be overwritten
+                    write.data = write.data.copy()
         return self._out
 
     def finish(self) -> list[Found]:
@@ -130,6 +135,10 @@ class Decoder:
         shift = write.data_offset()
         for a, b in write.data_ranges(nbytes):
             self._piece(write, start + a, write.data[a - shift : b - shift])
+
+    def _scattered(self, pieces: Scattered) -> None:
+        if len(pieces.table):
+            self._out.append(pieces)
 
     def _doubt(self, doubt: Doubt) -> None:
         self._out.append(doubt)

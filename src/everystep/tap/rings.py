@@ -13,8 +13,9 @@ from msgspec import Struct
 
 from everystep.tap import bringup
 from everystep.tap.collectives import Collective, Expectations, Plan, plan_of
-from everystep.tap.connections import Connection, Window
-from everystep.tap.schedule import Schedule
+from everystep.tap.connections import Connection
+from everystep.tap.positions import Window
+from everystep.tap.schedule import Schedule, ceil
 from everystep.tap.waiting import Channels
 from everystep.tap.writes import Write
 
@@ -25,9 +26,6 @@ _AHEAD = 64
 
 _MAX_LOST = 512
 """All-reduces in a row that may be lost whole without losing count."""
-
-_NEXT = 8
-"""All-reduces of which a message that was not understood may be."""
 
 _PATIENCE = 32
 """Messages after which one that did not come is lost: roce gives it up earlier."""
@@ -91,17 +89,19 @@ class Ring(Channels):
     def walk(self, connection: Connection, write: Write, position: int, packets: int) -> int | None:
         """The position that begins `packets` after the one at `position`, by what is expected."""
         channel = self.channels.index(connection)
-        number = self.number or 0
+        number = self.number
         window = connection.window_of(position)
         lengths: list[int] = []
         if window is not None:
             lengths += window.plan.lengths[position - window.first :]
             number = window.collective.number + 1
-            if window.collective.kind != "allreduce":
-                number = 1 << 62  # what follows it is not known
+            if window.collective.kind != "allreduce" or self.adrift:
+                number = None  # what follows it is not known
         elif position != connection.base:
             return None
-        while len(lengths) <= min(packets, _MAX_WALK):
+        while number is not None and len(lengths) <= min(packets, _MAX_WALK):
+            if self.expected.count(number) is None:
+                break
             schedule = next(iter(self.expected.schedules(number, "Simple", channel + 1)), None)
             if schedule is None or channel >= len(schedule.channels):
                 break
@@ -164,6 +164,8 @@ class Ring(Channels):
             first = next(c for c in self.channels if c.pending)
         self._may_grow = False
         self.is_final = final
+        if self.is_aligned is None or (self.number is None and not self.is_settled):
+            self.is_aligned = self.is_aligned is not False and self._is_from_start()
         if self._bring_up(first):
             return True
         if not self.is_settled and not final and not self._has_begun(first):
@@ -172,8 +174,12 @@ class Ring(Channels):
 
     def _has_begun(self, first: Connection) -> bool:
         """Whether channel 0 is so far on that every channel must have shown itself."""
-        loop = self.expected.shape.ring_steps + self.expected.shape.ranks
-        return len(first.pending) > loop
+        shape = self.expected.shape
+        loops, count = 1, self.expected.count(self.number or 0)
+        if count is not None and self._rules_open():
+            most = self.expected.chunk_bytes[self.protocol()] // shape.element_bytes
+            loops += ceil(count, shape.ranks * most)
+        return len(first.pending) > loops * self.loop_messages() + shape.ranks
 
     def _is_late(self, waiting: int) -> bool:
         """Whether what waits would have been understood by now."""
@@ -182,7 +188,7 @@ class Ring(Channels):
         first = self.channels[0]
         if self._may_grow or first.base is None:
             return False
-        loop = range(first.base, first.base + self.expected.shape.ring_steps)
+        loop = range(first.base, first.base + self.loop_messages())
         if any(position not in first.pending for position in loop):  # it may only be late
             return bool(first.pending) and max(first.pending) > first.base + _PATIENCE
         told = self.expected.count(self.number or 0) is not None
@@ -207,6 +213,8 @@ class Ring(Channels):
     def _expected(self) -> bool:
         number = self.number or 0
         options = self.expected.schedules(number, self.protocol(), len(self.channels))
+        if self.expected.count(number) is None and self.expected.schedule(number) is None:
+            options = [schedule for schedule in options if self.is_shown(schedule)]
         return self._take_best(options)
 
     def _take_best(self, options: Iterable[Schedule]) -> bool:
@@ -216,46 +224,54 @@ class Ring(Channels):
             fitting = self.fitting(schedule)
             if fitting is not None:
                 found.setdefault(schedule, fitting)
+        fits = bool(found)
         if self.is_open():
             ways = {s.shape.added_step: plans[0] for s, (_, plans) in reversed(found.items())}
             if True in ways:
                 choice = self.has_added_step(ways.get(False), ways[True])
                 found = {s: one for s, one in found.items() if s.shape.added_step is choice}
         if len(found) != 1:
+            self._may_grow |= fits and not self.is_final  # more may tell
             return False
-        ((schedule, (self.rank_index, plans)),) = found.items()
+        ((schedule, (rank_index, plans)),) = found.items()
+        if not self.is_aligned and not (self._may_look() and self.stands_alone()):
+            self._may_grow = not self.is_final
+            return False
+        self.rank_index = rank_index
+        if not self.is_aligned and self.expected.count(self.number or 0) is None:
+            # it may be the end of a longer one; what follows begins anew
+            self.is_settled = self.is_aligned = True
+            self.adrift |= self.number is not None
+            self._take(self._unknown(), plans)
+            return True
         self._take_all_reduce(schedule, plans)
         return True
 
     def _lost(self) -> bool:
         """Whether whole all-reduces were lost: then what waits stands just that far behind."""
-        if self.adrift or self.number is None:
+        number = self.number
+        if self.adrift or number is None or self.expected.count(number) is None:
             # before the first, what was lost may be the parameters: as long as their gradients
             return False
-        number = self.number
         bases = [(c.base, c.base_psn) for c in self.channels]
         if any(base in c.pending for c, (base, _) in zip(self.channels, bases, strict=True)):
             return False
         lost: list[tuple[Schedule, list[Plan]]] = []
         for ahead in range(_MAX_LOST):
             options = self.expected.schedules(number + ahead, self.protocol(), len(self.channels))
-            if not options or self.rank_index is None:
+            if len(options) != 1 or self.rank_index is None:
                 return False
             schedule = options[0]
             plans = [plan_of(schedule, b, self.rank_index) for b in range(len(schedule.channels))]
             agreeing = self._agreeing(plans, bases)
-            if agreeing is None:
-                return False
             if agreeing:
                 for one, its_plans in lost:
                     self._take_all_reduce(one, its_plans)
                 return bool(lost)
-            for b, plan in enumerate(plans):
-                base, psn = bases[b]
-                offsets = self.channels[b].spans(plan.lengths)
-                if base is None or psn is None or offsets is None:
-                    return False
-                bases[b] = (base + len(plan.lengths), (psn + offsets[-1]) % (1 << 24))
+            after = self._bases_after(plans, bases)
+            if agreeing is None or after is None:
+                return False
+            bases = after
             lost.append((schedule, plans))
         return False
 
@@ -267,8 +283,8 @@ class Ring(Channels):
             self._may_grow = not final  # and be made out when more has come
             return False
         found = list(self.readings())
-        if not final and any(self.may_go_on(schedule) for schedule in found):
-            self._may_grow = True
+        if any(self.may_go_on(schedule) for schedule in found):
+            self._may_grow = not final
             return False
         return self._take_best(found)
 
@@ -281,25 +297,10 @@ class Ring(Channels):
         for ahead in range(1, _AHEAD):
             if not self._may_look():
                 return False
-            found = list(self.readings(ahead))
+            is_told = self.expected.count(self.number or 0) is not None
+            found = [one for one in self.readings(ahead) if is_told or self.is_shown(one)]
             if found and self._take_best(found):
                 return True
-        return False
-
-    def _may_be_part(self, connection: Connection, write: Write) -> bool:
-        """Whether a message that fits nowhere may be of one of the next all-reduces after all."""
-        channel = self.channels.index(connection)
-        if self.number is None and not self._is_from_start():
-            return False  # the end of what had begun before the capture
-        for number in range(self.number or 0, (self.number or 0) + _NEXT):
-            options = self.expected.schedules(number, self.protocol(), len(self.channels))
-            if not options and write.length:
-                return True  # how this one is cut is not known yet
-            for schedule in options:
-                if channel < len(schedule.channels) and write.length:
-                    plan = plan_of(schedule, channel, self.rank_index or 0)
-                    if write.length in plan.lengths:
-                        return True
         return False
 
     def _leave_out(self) -> bool:
@@ -309,13 +310,7 @@ class Ring(Channels):
             return False
         # the channel that is furthest behind in the capture
         connection = min(stuck, key=lambda c: min(w.frame for w in c.pending.values()))
-        has_begun = self.number is not None or self._is_from_start()
-        if has_begun and self.expected.count(self.number or 0) is None:
-            self.adrift = True  # it may be of an all-reduce of any size
-        elif connection.base in connection.pending:
-            self.adrift |= self._may_be_part(connection, connection.pending[connection.base])
-        elif self.may_hide(connection):
-            self.adrift = True
+        self._note_left_out(connection)
         write = connection.skip()
         if write is not None:
             collective = Collective("other", self._count("other"), writes=self._book())
@@ -325,14 +320,26 @@ class Ring(Channels):
                 self.collectives.append(collective)
         return True
 
+    def _note_left_out(self, connection: Connection) -> None:
+        """What is no longer known where the message at the base of a channel is left out."""
+        write = connection.pending.get(connection.base or 0)
+        is_told = self.expected.count(self.number or 0) is not None
+        if is_told and write is not None and not self.may_be_part(connection, write):
+            return  # all of something else was seen
+        self.is_aligned = False
+        if self.number is None:  # the end of what had begun before the capture counts for nothing
+            is_hidden = write is not None or not is_told or self.may_hide(connection)
+            self.adrift |= is_hidden and self._is_from_start()
+        else:
+            self.adrift = True
+
     # ------------------------------------------------------------ taking
 
     def _take_all_reduce(self, schedule: Schedule, plans: list[Plan]) -> None:
         number = self._numbered(schedule, plans)
-        self.is_settled = True
+        self.is_settled = self.is_aligned = True
         if number is None:
-            collective = Collective("other", self._count("other"), None, _UNKNOWN, self._book())
-            self._take(collective, plans)
+            self._take(self._unknown(), plans)
             return
         self.number = number + 1
         self.expected.found(number, schedule)
@@ -340,6 +347,9 @@ class Ring(Channels):
         self._take(collective, plans)
         if collective.last_frame:
             self.expected.seen(collective)
+
+    def _unknown(self) -> Collective:
+        return Collective("other", self._count("other"), None, _UNKNOWN, self._book())
 
     def _numbered(self, schedule: Schedule, plans: list[Plan]) -> int | None:
         """The number of an all-reduce; None if it cannot be told while other links can tell it."""
@@ -351,15 +361,8 @@ class Ring(Channels):
             self.adrift = True
         if not self.adrift and self.number is not None:
             return self.number
-        frames = [
-            (write.frame, write.last_frame)
-            for connection, plan in zip(self.channels, plans, strict=False)
-            for position, write in connection.pending.items()
-            if 0 <= position - (connection.base or 0) < len(plan.lengths)
-        ]
-        number = None
-        if frames:
-            number = self.expected.number_at(min(f for f, _ in frames), max(f for _, f in frames))
+        others = {self.expected.number_at(frame) for frame in self.telling_frames(plans)}
+        number = others.pop() if len(others) == 1 else None
         if number is not None and self.expected.schedule(number) == schedule:
             self.adrift = False
             return number

@@ -136,9 +136,10 @@ def slice_elements(elements: int, element_bytes: int) -> int:
 # ---------------------------------------------------------------- from the size of the buffer
 
 
+@lru_cache(maxsize=128)
 def interleaved(
     shape: Shape, protocol: Protocol, count: int, channels: int, max_chunk_bytes: int
-) -> list[Schedule]:
+) -> tuple[Schedule, ...]:
     """What NCCL up to 2.19 can choose, with its default threads, for just so many channels.
 
     Empty where the buffer is too small for them. Source: docs/wire.md.
@@ -148,7 +149,7 @@ def interleaved(
         threads = _threads(shape, protocol, count, channels, most)
         if threads is not None:
             found.append(_with_threads(shape, protocol, count, channels, max_chunk_bytes, threads))
-    return found
+    return tuple(found)
 
 
 def _with_threads(

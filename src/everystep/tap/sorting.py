@@ -7,36 +7,28 @@ where a network card chooses ports otherwise, by the address that was cleared.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
 
-from everystep.tap import cts, writes
+from everystep.tap import cts, runs, writes
 from everystep.tap.collectives import Expectations
-from everystep.tap.connections import Connection, Course
-from everystep.tap.pieces import RAW, WRITE, Messages
+from everystep.tap.connections import Connection
+from everystep.tap.pieces import WRITE, Messages, Table
+from everystep.tap.ring import Scattered
 from everystep.tap.rings import Doubt, Place, Ring
-from everystep.tap.schedule import Protocol as Framing
 from everystep.tap.sendrecv import MAX_MESSAGE_BYTES, Transfers
-from everystep.tap.writes import FORMS, Write, protocol_of
+from everystep.tap.unpacking import RING_ROOM, Placer, Unpacker
+from everystep.tap.writes import Write
 
 _MAX_CONNECTIONS = 4096
 _MAX_HELD = 64
-_RING_ROOM = 262144
-"""Simple: the room told in a ring is larger than this, that of a send/recv smaller."""
 _LL_ROOM = 65536
 _MOST_BYTES = 1 << 24
-_NEAR = 4096
-"""Steps by which a flag may jump before it is taken for data."""
-
-
-class Placer(Protocol):
-    """What roce's tracker does for a decoder (see pieces)."""
-
-    def place(self, stream: int, rkey: int, form: int) -> bool:
-        """Later messages with this key come in this form."""
+_AT_A_TIME = 64
+"""Messages, after which it is seen whether what comes next is plain now."""
 
 
 class Options(Struct, frozen=True, kw_only=True):
@@ -67,6 +59,7 @@ class Sorter:
         expected: Expectations,
         place: Place,
         on_doubt: Callable[[Doubt], None],
+        hand_out: Callable[[Scattered], None],
     ) -> None:
         self.connections: list[Connection] = []
         """In the order of their first message."""
@@ -82,11 +75,12 @@ class Sorter:
         """Messages that NCCL does not send, or of more connections than are kept."""
         self.refused = 0
         """Messages that were cut over several queue pairs: none of that connection is used."""
-        self._placer = placer
+        self._unpacker = Unpacker(placer)
         self._options = options
         self._expected = expected
         self._place = place
         self._on_doubt = on_doubt
+        self._hand_out = hand_out
         self._layout: cts.Layout | None = None
         self.streams: dict[int, tuple[int, int, int, int]] = {}
         """By number: source, destination, queue pair, UDP source port."""
@@ -95,21 +89,68 @@ class Sorter:
         self._pairs: dict[tuple[int, int, int], Connection] = {}
         self._owners: dict[int, Ring | Transfers] = {}
         self._held: dict[int, list[Write]] = {}
-        self._confirmed: set[tuple[int, int]] = set()
 
-    def take(self, messages: Messages) -> list[Write]:
-        """Put messages to their connections; returns those of data."""
-        fresh: list[Write] = []
+    def take(self, messages: Messages) -> Iterator[list[Write]]:
+        """Put messages to their connections, some at a time; gives those of data."""
         for number, source, destination, qp, port, *_ in messages.opened.tolist():
             self.streams[number] = (source, destination, qp, port)
-        for row in messages.table.tolist():
-            write = self._message(row, messages)
-            if write is not None:
-                fresh.append(write)
+        left = messages.table
+        while len(left):
+            if not self._options.record:
+                left = self._runs(left, messages)
+            rows, left = left[:_AT_A_TIME], left[_AT_A_TIME:]
+            taken = [self._message(row, messages) for row in rows.tolist()]
+            yield [write for write in taken if write is not None]
         for number in () if self._options.record else messages.closed.tolist():
             for table in (self.streams, self._data, self._cleared):
                 table.pop(number, None)
-        return fresh
+
+    def _runs(self, table: Table, messages: Messages) -> Table:
+        """Take what is plain, stream by stream; the rows that are left."""
+        left = np.ones(len(table), np.bool_)
+        for number in np.unique(table["stream"]).tolist():
+            connection = self._data.get(number)
+            if number in self._cleared:
+                left[table["stream"] == number] &= not self._records_of(number, table, messages)
+            if connection is None or connection.role != "ring":
+                continue
+            places = np.flatnonzero(table["stream"] == number)
+            rows = table[places]
+            found = runs.run(connection, number, rows)
+            if found is None:
+                continue
+            count, window = found
+            rows, first = rows[:count], connection.courses[number].last + 1
+            runs.move_on(connection, number, rows)
+            window.collective.first_frame = min(
+                window.collective.first_frame or int(rows["frame"][0]), int(rows["frame"].min())
+            )
+            window.collective.last_frame = max(
+                window.collective.last_frame, int(rows["last_frame"].max())
+            )
+            self._expected.seen(window.collective)
+            self._hand_out(Scattered(runs.pieces(window, first, number, rows), messages.data))
+            left[places[:count]] = False
+        return table[left]
+
+    def _records_of(self, number: int, table: Table, messages: Messages) -> bool:
+        """Note the clear-to-send records of a stream, if all of its messages are plain ones."""
+        connection, layout = self._cleared[number], self._layout
+        rows = table[table["stream"] == number]
+        _source, destination, *_ = self.streams[number]
+        if layout is None or connection.role is None or destination not in self.rank_of:
+            return False
+        is_plain = (rows["operation"] == WRITE) & (rows["length"] == layout.nbytes)
+        is_plain &= (rows["complete"] == 1) & (rows["has_immediate"] == 0)
+        if not is_plain.all() or (connection.base is None and connection.floating):
+            return False
+        places = rows["at"].astype(np.int64)[:, None] + np.arange(layout.nbytes)
+        found = cts.parse_all(messages.data[places], layout)
+        if found is None:
+            return False
+        for record, frame in zip(found, rows["frame"].tolist(), strict=True):
+            connection.told(record.addr, record.rkey, record.idx, record.size, frame)
+        return True
 
     def ring_of(self, connection: Connection) -> Ring | None:
         """The ring of a connection's sender."""
@@ -148,11 +189,15 @@ class Sorter:
             if connection is None:
                 self.ignored += 1
                 return None
-        write = self._write(connection, row, messages)
+        write = self._unpacker.write(connection, row, messages)
         connection.messages += write.has_head and not write.is_tail
         if self._options.record:
             self.writes.append(write)
         self._give(connection, write)
+        while connection.floating and (after := connection.take_next(write.stream)) is not None:
+            self._give(connection, after)
+            if after in connection.floating:
+                break
         return write
 
     def _give(self, connection: Connection, write: Write) -> None:
@@ -199,63 +244,6 @@ class Sorter:
         connection.headless.clear()
         return True
 
-    def _write(self, connection: Connection, row: tuple[Any, ...], messages: Messages) -> Write:
-        """The message with its protocol known and its flags taken out."""
-        at = row[writes.AT]
-        ranges: writes.Ranges
-        if row[writes.COMPLETE]:
-            ranges = [(0, row[writes.LENGTH])]
-        else:
-            rows = messages.ranges[row[writes.RANGE_AT] : row[writes.RANGE_AT] + row[writes.RANGES]]
-            ranges = [(start, stop) for start, stop in rows.tolist()]
-        write = Write(row, messages.data[at : at + row[writes.NBYTES]], ranges)
-        if not (write.has_head and write.length):
-            write.restore(connection.mtu or write.mtu)
-        if not write.length or not write.ranges:
-            return write
-        framing = self._framing(connection, write)
-        write.protocol = framing
-        if framing is not None and row[writes.FORM] == RAW and framing != "Simple":
-            write.unpack(FORMS[framing])
-        key = (write.stream, write.rkey)
-        if write.flag and write.row[writes.HAS_HEAD] and key not in self._confirmed:
-            self._confirm(connection, write, key)
-        return write
-
-    def _framing(self, connection: Connection, write: Write) -> Framing | None:
-        if not write.row[writes.HAS_HEAD]:
-            # whatever the connection carries, if that is one protocol only
-            known = set(connection.protocols.values())
-            if len(known) != 1 or (known == {"LL128"} and not write.has_head):
-                return None  # an LL128 packet can be read once it is known where in its slice it is
-            return known.pop()
-        found = connection.protocols.get(write.rkey)
-        if found is None and write.ranges:
-            found, flag = protocol_of(write.data, write.ranges)
-            if found != "Simple" and not self._is_flag(connection, write, flag):
-                found = "Simple"
-            connection.protocols[write.rkey] = found
-            if found != "Simple":
-                self._placer.place(write.stream, write.rkey, FORMS[found])
-        return found
-
-    def _is_flag(self, connection: Connection, write: Write, flag: int) -> bool:
-        """Whether what looks like flags may be flags: a gradient of equal words looks so, too."""
-        if connection.size is not None:
-            return connection.size != MAX_MESSAGE_BYTES and connection.size < 2 * _RING_ROOM * 2
-        return write.psn != 0 or flag == 1
-
-    def _confirm(self, connection: Connection, write: Write, key: tuple[int, int]) -> None:
-        """The second message of a key shows whether the first was read rightly."""
-        if connection.step is None:
-            return
-        if 0 < abs(write.flag - 1 - connection.step) <= _NEAR:
-            self._confirmed.add(key)
-            return
-        connection.protocols[write.rkey] = "Simple"
-        self._placer.place(write.stream, write.rkey, RAW)
-        write.protocol, write.flag, write.ranges, write.complete = "Simple", 0, [], False
-
     # ------------------------------------------------------------ clear to send
 
     def _clear(
@@ -286,12 +274,18 @@ class Sorter:
         self._name(source, destination, records[0])
         if connection.role is None and records[0].size != MAX_MESSAGE_BYTES:
             self._assign(connection, "ring")
+        if connection.base is None and connection.floating:
+            waiting, connection.floating = connection.floating, []
+            for write in waiting:
+                self._give(connection, write)
         return True
 
     def _name(self, source: int, destination: int, record: cts.ClearToSend) -> None:
         """The record names its receiver's rank, and that of its neighbour on the ring."""
+        if destination in self.rank_of:
+            return
         ring = self._options.ring or tuple(range(self._options.ranks))
-        if destination in self.rank_of or record.tag not in ring:
+        if record.tag not in ring:
             return
         self.rank_of[destination] = record.tag
         if source not in self.rank_of and (
@@ -333,7 +327,7 @@ class Sorter:
                 for c in self.connections
                 if (c.sender, c.receiver) == (source, destination)
                 and rkey
-                and (c.owns(rkey) if c.data_qp is not None else c.cleared(va, rkey))
+                and (c.owns(rkey) if c.data_qp is not None else c.rooms.cleared(va, rkey))
             ]
             connection = beside[0] if beside else self._pair(source, destination, port)
         if connection.data_qp is None:
@@ -342,7 +336,7 @@ class Sorter:
             if isinstance(owner, Ring):
                 owner.sort()
                 self._has_sent(owner)
-        connection.courses[row[writes.STREAM]] = Course()
+        connection.open(row[writes.STREAM])
         self._data[row[writes.STREAM]] = connection
         return connection
 
@@ -352,7 +346,7 @@ class Sorter:
         if write.flag or not write.length:
             self._assign(connection, "ring")
         elif size is not None:
-            is_transfer = _LL_ROOM < size <= _RING_ROOM and write.protocol in (None, "Simple")
+            is_transfer = _LL_ROOM < size <= RING_ROOM and write.protocol in (None, "Simple")
             self._assign(connection, "p2p" if is_transfer else "ring")
         elif write.protocol is None:
             return

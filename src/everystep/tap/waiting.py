@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from everystep.tap.collectives import Expectations, Plan, plan_of
 from everystep.tap.connections import Connection
 from everystep.tap.inference import inferred
+from everystep.tap.pieces import PSN_COUNT
 from everystep.tap.schedule import Protocol, Schedule
 from everystep.tap.writes import Write
 
@@ -28,6 +32,9 @@ class Channels:
         """Of the next all-reduce; None before the first."""
         self.is_final = False
         self.is_settled = False
+        self.is_aligned: bool | None = None
+        """Whether the next all-reduce is known to begin at the base of each channel, or after what
+        is left out there whole; None before anything was looked at."""
 
     def add_channel(self, connection: Connection) -> None:
         """Another connection of this sender; queue pairs are numbered in the order of channels."""
@@ -60,7 +67,7 @@ class Channels:
         if not _goes_on(run, added.lengths):
             return False
         is_all = len(run) == len(first.pending) and not (first.floating or first.headless)
-        if self.is_final and is_all and len(run) == size:
+        if self.is_final and self.is_aligned and is_all and len(run) == size:
             return True
         if plain is not None and _goes_on(run, plain.lengths):
             return False if self.is_final or len(run) >= _ENOUGH * size else None
@@ -73,7 +80,12 @@ class Channels:
                 protocol = connection.pending[position].protocol
                 if protocol is not None:
                     return protocol
-        return "LL"
+        known = {one for connection in self.channels for one in connection.protocols.values()}
+        return known.pop() if len(known) == 1 else "LL"
+
+    def loop_messages(self) -> int:
+        """Messages of a rank on a channel in one loop over a buffer."""
+        return self.expected.shape.ring_steps * (2 if self.protocol() == "Simple" else 1)
 
     def fitting(self, schedule: Schedule) -> tuple[int, list[Plan]] | None:
         """The plans of a schedule's channels, where all messages that are there agree with them,
@@ -117,6 +129,48 @@ class Channels:
             agreeing += found[0]
         return agreeing
 
+    def telling_frames(self, plans: list[Plan]) -> list[int]:
+        """Frames of the messages that tell which all-reduce this is: see `number_at`."""
+        last = self.expected.shape.ranks - 1
+        return [
+            connection.pending[position].frame
+            for connection, plan in zip(self.channels, plans, strict=False)
+            for position, sent in enumerate(plan.sends, connection.base or 0)
+            if sent is not None and sent.ring_step == last and position in connection.pending
+        ]
+
+    def _bases_after(
+        self, plans: list[Plan], bases: list[tuple[int | None, int | None]]
+    ) -> list[tuple[int | None, int | None]] | None:
+        """Where the channels stand after messages that were lost; None where it is not known."""
+        found: list[tuple[int | None, int | None]] = [*bases]
+        for b, plan in enumerate(plans):
+            base, psn = bases[b]
+            offsets = self.channels[b].spans(plan.lengths)
+            if base is None or psn is None or offsets is None:
+                return None
+            found[b] = base + len(plan.lengths), (psn + offsets[-1]) % PSN_COUNT
+        return found
+
+    def is_shown(self, schedule: Schedule) -> bool:
+        """Whether every message of an all-reduce is there, or what it took is known by the sequence
+        number of a later one; and data of it is there."""
+        has_data = False
+        for b, connection in enumerate(self.channels[: len(schedule.channels)]):
+            lengths = plan_of(schedule, b, self.rank_index or 0).lengths
+            base, psn = connection.base or 0, connection.base_psn
+            there = [base + place in connection.pending for place in range(len(lengths))]
+            has_data |= any(n for n, is_there in zip(lengths, there, strict=True) if is_there)
+            if all(there):
+                continue
+            offsets = connection.spans(lengths)
+            after = connection.pending.get(base + len(lengths))
+            if psn is None or offsets is None:
+                return False
+            if not there[-1] and (after is None or after.psn != (psn + offsets[-1]) % PSN_COUNT):
+                return False
+        return has_data
+
     def is_whole_so_far(self) -> bool:
         """Whether nothing is missing before the last message that waits."""
         return all(len(self._run(c)) == len(c.pending) for c in self.channels if c.base is not None)
@@ -132,7 +186,7 @@ class Channels:
         for used in range(len(self.channels), 0, -1):
             if self._goes_beside(used):
                 return
-            loop = expected.shape.ring_steps
+            loop = self.loop_messages()
             lengths = [self._padded(c, ahead, loop) for c in self.channels[:used]]
             found = [
                 inferred(
@@ -153,6 +207,84 @@ class Channels:
             yield from readings
             if readings:
                 return
+
+    def may_be_part(self, connection: Connection, write: Write) -> bool:
+        """Whether a message that fits nowhere may be of an all-reduce that is expected."""
+        channel = self.channels.index(connection)
+        for options in self.expected.coming(self.number or 0, self.protocol(), len(self.channels)):
+            if not options:
+                return True  # how this one is cut is not known yet
+            for schedule in options:
+                if channel < len(schedule.channels):
+                    plan = plan_of(schedule, channel, self.rank_index or 0)
+                    if write.length in plan.lengths and (
+                        write.length or self._has_gap(connection, len(plan.lengths))
+                    ):
+                        return True
+        return False
+
+    @staticmethod
+    def _has_gap(connection: Connection, size: int) -> bool:
+        """Whether one of the next so many messages is missing."""
+        base = connection.base or 0
+        last = max(connection.pending, default=base)
+        return bool(connection.floating or connection.headless) or any(
+            position not in connection.pending for position in range(base, min(base + size, last))
+        )
+
+    def stands_alone(self) -> bool:
+        """Whether what waits can be no all-reduces that began before the bases of the channels."""
+        if self.expected.count(self.number or 0) is None:
+            return self._reads_alone()
+        coming = self.expected.coming(self.number or 0, self.protocol(), len(self.channels))
+        if not all(coming):  # how they are cut is not known
+            return self._reads_alone()
+        seen = [_seen(connection) for connection in self.channels]
+        for i, options in enumerate(coming):
+            for schedule in options:
+                for ring_index in self._ring_indices():
+                    for channel in range(len(schedule.channels)):
+                        lengths = plan_of(schedule, channel, ring_index).lengths
+                        rest = self._following(coming, i, schedule, channel, ring_index)
+                        if _may_be_inside(seen[channel], lengths, rest):
+                            return False
+        return True
+
+    def _reads_alone(self) -> bool:
+        """The same where sizes are not told: nothing else can be read from any place further on.
+
+        Never on several channels: an all-reduce may use some only, so that those that wait on one
+        need not be of those that wait on another.
+        """
+        if len(self.channels) > 1:
+            return False
+        loop = self.loop_messages()
+        if any(len(self._run(c)) < 2 * loop for c in self.channels if c.pending):
+            return False
+        return not any(list(self.readings(ahead)) for ahead in range(1, loop))
+
+    def _following(
+        self,
+        coming: list[list[Schedule]],
+        i: int,
+        schedule: Schedule,
+        channel: int,
+        ring_index: int,
+    ) -> list[int]:
+        """Lengths of the messages of a channel after an all-reduce, as far as they can be told."""
+        found: list[int] = []
+        most = max(self.channels[channel].pending, default=0) - (self.channels[channel].base or 0)
+        while len(found) <= most:
+            i = (i + 1) % len(coming)
+            alike = [
+                one
+                for one in coming[i]
+                if one.shape == schedule.shape and len(one.channels) == len(schedule.channels)
+            ]
+            if len(alike) != 1:
+                break
+            found += plan_of(alike[0], channel, ring_index).lengths
+        return found
 
     def _goes_beside(self, used: int) -> bool:
         """Whether a channel beyond the first `used` sends at the same time as they do: then they
@@ -185,15 +317,18 @@ class Channels:
         return found[:known]
 
     def may_go_on(self, schedule: Schedule) -> bool:
-        """Whether another loop of this all-reduce may still come: its last loop is full."""
+        """Whether it may have another loop, which is not all there: its last one is full."""
         largest = self.expected.chunk_bytes[schedule.protocol] // schedule.shape.element_bytes
         full = all(
             stop - start == largest for loops in schedule.channels for start, stop in loops[-1]
         )
         told = self.expected.count(self.number or 0) is not None
+        loop = range(self.loop_messages())
         after = [
-            (c.base or 0) + len(plan_of(schedule, b, self.rank_index or 0).lengths) in c.pending
+            (c.base or 0) + len(plan_of(schedule, b, self.rank_index or 0).lengths) + place
+            in c.pending
             for b, c in enumerate(self.channels[: len(schedule.channels)])
+            for place in loop
         ]
         return full and not told and not all(after)
 
@@ -226,3 +361,26 @@ class Channels:
 def _goes_on(run: Sequence[int | None], lengths: Sequence[int]) -> bool:
     """Whether these are the lengths, again and again."""
     return all(length == lengths[i % len(lengths)] for i, length in enumerate(run))
+
+
+def _seen(connection: Connection) -> npt.NDArray[np.int64]:
+    """The lengths of the messages that wait, from the base on; -1 where one is not there."""
+    base = connection.base or 0
+    found = np.full(min(max(connection.pending, default=base) + 1 - base, _MAX_LOOKED_AT), -1)
+    for position, write in connection.pending.items():
+        if 0 <= position - base < len(found):
+            found[position - base] = write.length
+    return found
+
+
+def _may_be_inside(
+    seen: npt.NDArray[np.int64], lengths: Sequence[int], rest: Sequence[int]
+) -> bool:
+    """Whether the base may stand anywhere inside the messages of these lengths, `rest` after it."""
+    foreseen = np.array([*lengths, *rest], np.int64)
+    for offset in range(1, len(lengths)):
+        part = foreseen[offset : offset + len(seen)]
+        known = seen[: len(part)]
+        if not (part != known)[known >= 0].any():
+            return True
+    return False

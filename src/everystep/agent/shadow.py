@@ -1,0 +1,205 @@
+"""The shadow: a process on another host that holds the state of every rank at every step, writes it
+now and then, and gives it back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from everystep.agent import protocol as p
+from everystep.agent import wire as w
+from everystep.agent.certificates import server_context
+from everystep.agent.copies import Copy
+from everystep.agent.holder import Holder, is_lost
+from everystep.agent.shadow_copy import GradientSource, Keeping, ShadowCopy
+from everystep.errors import EverystepError, StoreFailed
+from everystep.store import format as fmt
+from everystep.store.format import LAST_STEP
+from everystep.store.local import LocalBackend
+from everystep.store.references import read_references
+from everystep.store.run import Run, StepEntry
+
+_PIECE_BYTES = 1 << 20
+
+
+class _Together:
+    """How far the copies of all ranks go."""
+
+    def __init__(self, copies: Callable[[], Sequence[Copy]]) -> None:
+        self._copies = copies
+
+    def step(self, newest: int) -> int:
+        """The step; see `Beside.limit`."""
+        kept = [copy.kept for copy in self._copies() if isinstance(copy, ShadowCopy)]
+        return min((step for step in kept if step is not None), default=int(LAST_STEP))
+
+
+class Shadow(Holder):
+    """Listens from its beginning to `close`.
+
+    Args:
+        keeping: where and how states are kept.
+        host: an IP address to listen on.
+        port: 0: any.
+        token: what callers must know.
+        source: of gradients that records do not hold; it is closed in the end.
+        say: takes sentences for the user, and how urgent they are.
+
+    Raises:
+        StoreFailed: it cannot listen.
+        UsageError: it is to be reached from other hosts, and has no certificate.
+    """
+
+    def __init__(
+        self,
+        keeping: Keeping,
+        host: str,
+        port: int,
+        token: bytes,
+        source: GradientSource | None,
+        say: Callable[[int, str], None],
+    ) -> None:
+        context, binding = None, b""
+        if not w.is_loopback(host):
+            context, certificate = server_context()
+            binding = bytes.fromhex(certificate)
+        super().__init__(token, context, binding, say)
+        self._keeping, self._source = keeping, source
+        self._together = _Together(lambda: list(self._copies.values()))
+        self._bind(host, port, "give --listen an address of this host")
+        self._rescues = threading.Lock()
+        self._start_listening()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._listener.getsockname()[1])
+
+    @property
+    def kept(self) -> dict[int, int]:
+        """The step to which each rank's copy goes, of the copies that there are."""
+        with self._own:
+            copies = [copy for copy in self._copies.values() if isinstance(copy, ShadowCopy)]
+        return {copy.begin.rank: copy.kept for copy in copies if copy.kept is not None}
+
+    # ------------------------------------------------------------ the threads
+
+    def _talk(self, wire: w.Wire) -> None:
+        first = wire.receive()
+        if isinstance(first, w.Keep):
+            self._keep(first.begin, wire)
+            return
+        if isinstance(first, w.Rescue):
+            self._hear_owners()
+            wire.send(w.Rescued(self._write_all()))
+        while True:
+            message = wire.receive()
+            if isinstance(message, w.ListSteps):
+                wire.send(_newest(self._keeping.path))
+            elif isinstance(message, w.GiveFile):
+                _give(self._keeping.path, message.name, wire)
+            else:
+                raise StoreFailed("a message came out of turn", found=type(message).__name__)
+
+    def _copy_for(self, begin: p.Begin, wire: w.Wire) -> Copy:
+        tap = None if begin.shadow is None else begin.shadow.tap
+        try:
+            if tap == "wire" and self._source is None:
+                raise StoreFailed(
+                    "the shadow reads no network, and gradients are not sent to it",
+                    hint='start it with --tap IFACE, or use everystep.Shadow(…, tap="software")',
+                )
+            with self._own:
+                others = list(self._copies.values())
+            if any(other.begin.session != begin.session for other in others):
+                self._write_all()  # of a session that nobody has asked for
+            with self._own:
+                before = self._copies.pop(begin.rank, None)
+            if before is not None:
+                before.close()
+            source = self._source if tap == "wire" else None
+            return ShadowCopy(self._keeping, begin, self._together, wire, source, self._say)
+        except EverystepError as error:
+            self._say(logging.ERROR, error.headline())
+            wire.send(w.NotKept(error.headline()))
+            raise
+
+    def _take(self, copy: Copy, message: object, wire: w.Wire) -> None:
+        try:
+            super()._take(copy, message, wire)
+        except StoreFailed as error:
+            self._say(logging.WARNING, f"rank {copy.begin.rank}: {error.headline()}")
+            raise
+        with self._own:
+            others = list(self._copies.values())
+        for other in others:
+            if other is not copy:
+                other.rouse()  # it may be folded further now
+
+    def _must_rescue(self, copies: Sequence[Copy]) -> bool:
+        return all(map(is_lost, copies))
+
+    def _write_all(self) -> list[int]:
+        with self._rescues:
+            return self._rescue_all(owned=True)
+
+    def close(self) -> None:
+        """Write the newest step, and end all threads."""
+        self._write_all()
+        self._stop_listening()
+        self._end()
+        if self._source is not None:
+            self._source.close()
+
+
+# ---------------------------------------------------------------- what it has stored
+
+
+def _newest(path: Path) -> w.StoredStep:
+    """The newest complete step, and all files that it takes."""
+    try:
+        run = Run.open(path)
+    except EverystepError:
+        return w.StoredStep(run="", step=None, files=[])
+    complete = run.listing().complete().values()
+    newest = max(complete, key=lambda entry: (entry.session, entry.ref.step), default=None)
+    if newest is None:
+        return w.StoredStep(run=run.id, step=None, files=[])
+    names = [*_identity(run), *_files_of(run, newest)]
+    files = [(name, run.backend.size(name)) for name in names]
+    step = (newest.ref.timeline, newest.ref.step, newest.session)
+    return w.StoredStep(run=run.id, step=step, files=files)
+
+
+def _identity(run: Run) -> Iterator[str]:
+    for entry in run.backend.list(""):
+        name = entry.name
+        is_timeline = fmt.parse_timeline_file(name) is not None
+        if is_timeline or fmt.parse_session_file(name) is not None or name == fmt.RUN_FILE:
+            yield name
+
+
+def _files_of(run: Run, entry: StepEntry) -> list[str]:
+    """Those that records refer to, then data, then records."""
+    names: set[str] = set()
+    for part in entry.parts:
+        for ref, file in read_references(run, entry, part.rank):
+            names.add(f"{fmt.step_directory(ref)}/{file}")
+    own = [name for part in entry.parts for name in run.part_files(entry.ref, part.stem)]
+    return [*sorted(names), *sorted(own, key=lambda name: (name.endswith(".json"), name))]
+
+
+def _give(path: Path, name: str, wire: w.Wire) -> None:
+    """Send one file of the run."""
+    newest = _newest(path)
+    nbytes = dict(newest.files).get(name)
+    if nbytes is None:
+        raise StoreFailed("a file that was not offered", path=name)
+    backend = LocalBackend(path)
+    wire.send(w.File(nbytes))
+    for at in range(0, nbytes, _PIECE_BYTES):
+        piece = memoryview(bytearray(min(_PIECE_BYTES, nbytes - at)))
+        backend.read(name, piece, at)
+        wire.send_bytes(piece)

@@ -1,0 +1,130 @@
+"""The trainer's part in a shadow at a restart: has it write what it holds, and gets that."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from everystep.agent import protocol as p
+from everystep.agent import wire as w
+from everystep.agent.shadow_link import connected
+from everystep.errors import EverystepError, Missing, NotARun, StoreFailed
+from everystep.store import format as fmt
+from everystep.store.backend import Backend, NewFile
+from everystep.store.run import Run
+
+_log = logging.getLogger("everystep")
+
+WRITES_S = 600.0
+"""For so long a restart waits for the shadow to write what it holds."""
+
+_PIECE_BYTES = 1 << 20
+
+
+def fetch(backend: Backend, plan: p.ShadowPlan) -> None:
+    """Have the newest step of a shadow in the trainer's store, if it is newer than what is there.
+    Call it on one rank, when all have stopped training, and before the run is opened: a directory
+    that is empty becomes the shadow's run. Where there is no shadow, that is said.
+
+    Raises:
+        StoreError: the store refuses.
+        StoreFailed: the shadow holds another run.
+    """
+    wire: w.Wire | None = None
+    try:
+        wire = connected(plan)
+        _settle(wire)
+        _get(wire, backend)
+    except (OSError, EOFError) as error:
+        told = error.headline() if isinstance(error, EverystepError) else repr(error)
+        _log.error("the shadow at %s:%s gives nothing: %s", plan.host, plan.port, told)
+    finally:
+        if wire is not None:
+            wire.close()
+
+
+def _settle(wire: w.Wire) -> None:
+    wire.send(w.Rescue())
+    ends_s = time.monotonic() + WRITES_S
+    while time.monotonic() < ends_s:
+        if wire.has_come(w.ALIVE_S):
+            _expect(wire, w.Rescued)
+            return
+    raise EOFError("it has not written what it holds")
+
+
+def _get(wire: w.Wire, backend: Backend) -> None:
+    wire.send(w.ListSteps())
+    found = _expect(wire, w.StoredStep)
+    if found.step is None or not _is_newer(backend, found):
+        return
+    timeline, step, _ = found.step
+    started_s = time.monotonic()
+    total = 0
+    for name, nbytes in found.files:
+        if not _is_of_a_run(name):
+            raise EOFError(f"{name!r} is no file of a run")
+        if _has(backend, name, nbytes):
+            continue
+        wire.send(w.GiveFile(name))
+        if _expect(wire, w.File).nbytes != nbytes:
+            raise EOFError(f"{name} has changed meanwhile")
+        backend.put([NewFile(name, nbytes, _pieces(wire, nbytes))])
+        total += nbytes
+    _log.warning(
+        "step %s of %s was had from the shadow: %s bytes in %.2f s",
+        step, timeline, f"{total:,}", time.monotonic() - started_s,
+    )  # fmt: skip
+
+
+def _is_newer(backend: Backend, found: w.StoredStep) -> bool:
+    """Whether the step is newer than all that are there.
+
+    Raises:
+        StoreFailed: it is of another run.
+    """
+    try:
+        run = Run.open(backend.abilities.location)
+    except NotARun:
+        return True
+    if run.id != found.run:
+        raise StoreFailed(
+            "the shadow holds another run than the one that is to be restored",
+            expected=run.id,
+            found=found.run,
+            hint="start the shadow with an empty directory, or give the run's own",
+        )
+    complete = run.listing().complete().values()
+    newest = max(((entry.session, entry.ref.step) for entry in complete), default=(0, 0))
+    return found.step is not None and (found.step[2], found.step[1]) > newest
+
+
+def _is_of_a_run(name: str) -> bool:
+    kinds = (fmt.parse_step_path, fmt.parse_timeline_file, fmt.parse_session_file)
+    return name == fmt.RUN_FILE or any(kind(name) is not None for kind in kinds)
+
+
+def _has(backend: Backend, name: str, nbytes: int) -> bool:
+    with contextlib.suppress(Missing):
+        return backend.size(name) == nbytes
+    return False
+
+
+def _pieces(wire: w.Wire, nbytes: int) -> Iterator[memoryview]:
+    for at in range(0, nbytes, _PIECE_BYTES):
+        piece = memoryview(bytearray(min(_PIECE_BYTES, nbytes - at)))
+        wire.receive_into(piece)
+        yield piece
+
+
+def _expect(wire: w.Wire, kind: type[Any]) -> Any:
+    """The next message but for signs of life."""
+    message = wire.receive()
+    while isinstance(message, w.Alive):
+        message = wire.receive()
+    if not isinstance(message, kind):
+        raise EOFError(f"{type(message).__name__} came out of turn")
+    return message

@@ -1,0 +1,199 @@
+"""Gradients that a shadow reads off the network, put into the records that do not hold them."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from everystep.agent import protocol as p
+from everystep.agent.shadow_copy import NotSeen, Unexplained
+from everystep.deltas.delta import Delta, Form, Layout
+from everystep.deltas.packing import pack, unpack, unpack_layout
+from everystep.deltas.samples import ON_WIRE, Reduced
+from everystep.errors import CaptureFailed, Damaged
+from everystep.recovery.explained import explained
+from everystep.tap.buckets import Bucket, ByParameter
+from everystep.tap.gloo import Gloo
+from everystep.tap.gradients import Gradients, Lacking
+from everystep.tap.live import Live
+from everystep.tap.packets import Parser
+from everystep.tap.reduced import Reader
+
+WAIT_S = 3.0
+"""What has not been seen so long after its record has come was not mirrored."""
+
+_LOOK_S = 0.05
+_QUIET_S = 0.1
+"""Where no frame has come for so long, none of those before is on its way."""
+
+_MOST_KEPT = 16
+"""Steps whose gradients wait for a rank that needs its part of them."""
+
+
+class WireSource:
+    """Captures in a thread of its own, from `begin` to `close`. See `GradientSource`.
+
+    Args:
+        live: the mirror; it is closed in the end.
+        say: takes sentences for the user, and how urgent they are.
+        budget_bytes: of reduced buffers that wait for their records.
+    """
+
+    def __init__(
+        self, live: Live, say: Callable[[int, str], None], budget_bytes: int = 8 << 30
+    ) -> None:
+        self._live, self._say, self._budget_bytes = live, say, budget_bytes
+        self._changed = threading.Condition()
+        self._gradients: Gradients | None = None
+        self._session: tuple[int, int] | None = None
+        self._buckets: list[Bucket] = []
+        self._newest = -1
+        """The newest step that was told."""
+        self._told: set[int] = set()
+        """Steps that were told, and not taken."""
+        self._found: collections.OrderedDict[int, ByParameter | Lacking] = collections.OrderedDict()
+        self._lost: int | None = None
+        self._stop = False
+        self._thread = threading.Thread(target=self._work, name="everystep-tap", daemon=True)
+        self._thread.start()
+
+    def begin(self, session: int, ranks: int, hosts: Sequence[str]) -> None:
+        """See `GradientSource.begin`."""
+        with self._changed:
+            if self._session == (session, ranks):
+                return
+            self._session, self._newest, self._lost = (session, ranks), -1, None
+            self._buckets = []
+            self._found.clear()
+            self._told.clear()
+            parser = Parser()
+            places = {host: rank for rank, host in enumerate(hosts)}
+            decoder = Gloo(parser, ranks=ranks, hosts=places if len(places) == ranks else None)
+            self._gradients = Gradients(Reader(parser, decoder), budget_bytes=self._budget_bytes)
+
+    def begin_from(self, step: int) -> None:
+        """See `GradientSource.begin_from`."""
+        with self._changed:
+            if self._lost is not None and self._lost <= step and self._gradients is not None:
+                self._gradients.forget(self._lost)
+                self._lost = None
+
+    def whole(
+        self, record: p.Record, data: memoryview, layout: bytes, alive: Callable[[], None]
+    ) -> memoryview:
+        """See `GradientSource.whole`."""
+        known = unpack_layout(layout)
+        delta = unpack(data, known, on_wire=True)
+        told = delta.tree.pop(ON_WIRE, None)
+        if not any(c.form == Form.ON_WIRE for u in delta.updates for c in u.gradients):
+            return data if told is None else _packed(delta)
+        try:
+            reduced = msgspec.convert(told, Reduced)
+        except msgspec.MsgspecError as error:
+            raise Damaged(f"what is told of all-reduces: {error}", step=delta.step) from error
+        with self._changed:
+            self._expect(delta.step, reduced)
+        return _packed(self._with_gradients(delta, known, alive))
+
+    def _expect(self, step: int, told: Reduced) -> None:
+        if told.buckets is not None:
+            self._buckets = [Bucket(tuple(n), tuple(s), dtype) for n, s, dtype in told.buckets]
+        if step <= self._newest or self._gradients is None:
+            return
+        if not self._buckets:
+            raise NotSeen("its buckets were not told", step=step)
+        self._newest = step
+        self._told.add(step)
+        self._gradients.expect(step, self._buckets, through=told.through)
+
+    def _with_gradients(self, delta: Delta, layout: Layout, alive: Callable[[], None]) -> Delta:
+        ends_s = time.monotonic() + WAIT_S
+        wrong = 0
+        while True:
+            with self._changed:
+                is_over = self._stop or time.monotonic() > ends_s
+                taken, is_new = self._take(delta.step, is_over=is_over)
+                if taken is None:
+                    self._changed.wait(_LOOK_S)
+            if taken is None:
+                alive()
+                continue
+            if isinstance(taken, Lacking):
+                kind = Unexplained if wrong and not taken.ranges else NotSeen
+                raise kind(f"gradients: {taken.what}", step=delta.step)
+            found = explained(delta, layout, taken)
+            with self._changed:
+                if found is not None:
+                    self._keep(delta.step, taken)
+                    return found
+                if not is_new:  # it was right for another rank
+                    raise Unexplained("gradients are not what was seen", step=delta.step)
+                wrong += 1
+                if self._gradients is not None and delta.step not in self._found:
+                    self._gradients.wrong(delta.step)
+
+    def _take(self, step: int, *, is_over: bool) -> tuple[ByParameter | Lacking | None, bool]:
+        """What there is of a step's gradients, and whether no rank has needed them before."""
+        found = self._found.get(step)
+        if found is not None:
+            return found, False
+        newest = next(reversed(self._found), -1)
+        if self._gradients is None or step < newest or step not in self._told:
+            return Lacking(step, "they are not here any more", {}), True
+        if not is_over and min(self._told) < step:
+            return None, True  # a rank that is behind needs those before first
+        taken = self._gradients.take(step, is_over=is_over)
+        if isinstance(taken, Lacking):
+            self._keep(step, taken)
+            self._lost = step
+        return taken, True
+
+    def _keep(self, step: int, found: ByParameter | Lacking) -> None:
+        self._found[step] = found
+        self._told = {told for told in self._told if told > step}
+        while len(self._found) > _MOST_KEPT:
+            self._found.popitem(last=False)
+
+    # ------------------------------------------------------------ the thread
+
+    def _work(self) -> None:
+        dropped = 0
+        try:
+            while not self._stop:
+                frames = self._live.next(_QUIET_S)
+                with self._changed:
+                    if self._gradients is None:
+                        continue
+                    if frames is None:
+                        self._gradients.flush()
+                    else:
+                        self._gradients.feed(frames)
+                    self._changed.notify_all()
+                if frames is None and (now := self._live.drops().dropped) > dropped:
+                    self._say(logging.WARNING, f"the kernel dropped {now - dropped:,} frames")
+                    dropped = now
+        except CaptureFailed as error:
+            self._say(logging.ERROR, error.headline())
+
+    def close(self) -> None:
+        """End the capture."""
+        with self._changed:
+            self._stop = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._live.close()
+
+
+def _packed(delta: Delta) -> memoryview:
+    nbytes, parts = pack(delta)
+    data = bytearray(nbytes)
+    at = 0
+    for part in parts:
+        data[at : at + len(part)] = part.data
+        at += len(part)
+    return memoryview(data)

@@ -1,0 +1,160 @@
+"""Steps that a process on another host does again: the strategy `Shadow`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from everystep.agent import protocol as p
+from everystep.agent.certificates import is_installed
+from everystep.agent.client import Agent
+from everystep.agent.handover import Lost
+from everystep.agent.hosts import address
+from everystep.agent.wire import is_loopback
+from everystep.blocking import Facts
+from everystep.engine.meter import Cost
+from everystep.engine.sampled import SampledRecorder, unseen
+from everystep.outcomes import Outcomes
+from everystep.recorded import Recorded
+from everystep.recovery.classes import elsewhere, names_of, search_paths, unfit
+from everystep.staged import Recording
+from everystep.state.capture import Objects
+from everystep.state.ranks import Ranks
+from everystep.state.shards import is_dtensor
+from everystep.stats import StepLog
+from everystep.store.retention import Retention
+from everystep.store.run import StepEntry
+from everystep.strategies import Full, Shadow
+from everystep.types import Json, StepRef
+
+_log = logging.getLogger("everystep")
+
+_MOST_REFUSALS = 3
+"""So many states in a row that no record could lead on from, since gradients are not what the
+shadow has seen, and `Full` takes over."""
+
+
+def shadow_plan(options: Shadow) -> p.ShadowPlan:
+    """What an agent must know of a shadow."""
+    host, port = options.place()
+    token_file = str(Path(options.token_file).absolute())
+    return p.ShadowPlan(host=host, port=port, token_file=token_file, tap=options.tap)
+
+
+class Shadowed(Recorded):
+    """A session whose agent hands on what a shadow cannot see."""
+
+    strategy = "Shadow"
+
+    def __init__(
+        self,
+        facts: Facts,
+        objects: Objects,
+        ranks: Ranks,
+        agent: Agent,
+        options: Shadow,
+        retention: Retention,
+        known: Sequence[StepEntry],
+        pinned: Sequence[StepRef],
+        done: int,
+        log: StepLog,
+        outcomes: Outcomes,
+    ) -> None:
+        self._options = options
+        self._wanted: str | None = None
+        """Why the shadow needs a state."""
+        self._refusals = 0
+        self._base: Cost | None = None
+        self.in_shadow: int | None = None
+        """The step to which the shadow has this rank's state; None: none is known of."""
+        self._newest = 0
+        kinds = {type(optimizer) for optimizer in objects.optimizers.values()}
+        parameters = [p for model in objects.models.values() for p in model.parameters()]
+        if any(map(is_dtensor, parameters)):
+            # what little is not sharded is not worth being shared out
+            facts = facts._replace(share_replicas=False)
+        facts = facts._replace(whole_parameters=True)
+        plan = shadow_plan(options)
+        plan.hosts = [str(one) for one in ranks.gather(address())]
+        super().__init__(
+            facts, objects, ranks, agent, options, options.full(), retention, known, pinned, done,
+            log, outcomes,
+            recording=Recording(
+                options.buffer_bytes, False, True, names_of(kinds), search_paths(), shadow=plan
+            ),
+        )  # fmt: skip
+        reason = unfit(kinds) or elsewhere(parameters)
+        if not is_loopback(plan.host) and not is_installed():
+            reason = "cryptography is not installed: pip install everystep[peers] on every host"
+        if reason is None and options.tap == "wire":
+            self.recorder = SampledRecorder
+            reason = unseen(objects, ranks)
+        if reason is not None:
+            self._fall_back(reason)
+        else:  # the shadow begins with a state of this process
+            self._record(objects, options, None, self._handed_over, plain=True)
+
+    def _note(self, message: Struct) -> None:
+        """Take a message, in a thread of the agent's client."""
+        if isinstance(message, Lost):
+            self._wanted, self.in_shadow = "the agent has died", None
+        elif isinstance(message, p.StateWanted):
+            self._wanted, self.in_shadow = message.reason, None
+            self._refusals += message.lasting
+        elif isinstance(message, p.InShadow):
+            self.in_shadow = message.step
+            if message.led:
+                self._refusals = 0
+        else:
+            super()._note(message)
+
+    def _handed_over(self, step: int, nbytes: int) -> None:
+        self._gaps = 0
+
+    def step(self, ref: StepRef, metrics: dict[str, Json]) -> None:
+        """End a step; see `Checkpointer.step`."""
+        self._newest = ref.step
+        super().step(ref, metrics)
+        if self._refusals >= _MOST_REFUSALS and self._recorder is not None:
+            self._fall_back(self._wanted or "gradients are not those on the network")
+
+    def _broken(self) -> str | None:
+        wanted, self._wanted = self._wanted, None
+        if self._base is not None and self._base.error is not None:
+            wanted = wanted or f"the state for the shadow is lost: {self._base.error}"
+        return wanted
+
+    def _begin_chain(self, step: int, cost: Cost) -> None:
+        self._base, self._wanted = cost, None  # a state is on its way
+
+    def close(self) -> None:
+        """Stage what is under way, and hand over the last deltas. The agent goes on."""
+        recorded = self._recorder is not None
+        super().close()
+        if recorded:
+            self._agent.settle()
+            self._say_what_is_lost()
+
+    def flush(self) -> None:
+        """Have the newest step in the shadow, if that is there."""
+        super().flush()
+        if self._recorder is not None:
+            self._say_what_is_lost()
+
+    def _say_what_is_lost(self) -> None:
+        """No step comes that the shadow could be given."""
+        entry = self._log.get(self._newest)
+        if self._newest and self.in_shadow != self._newest and not (entry and entry.durable):
+            _log.error(
+                "step %s is stored nowhere; the shadow has %s",
+                self._newest,
+                "none" if self.in_shadow is None else f"step {self.in_shadow}",
+            )
+
+    def _fall_back(self, why: str) -> None:
+        super()._fall_back(why)
+        full = self._options.full()
+        self.successor = Full(every=1, snapshot_bytes=full.snapshot_bytes, linger_s=full.linger_s)

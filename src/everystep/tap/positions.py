@@ -1,0 +1,156 @@
+"""Where a message stands on its connection, as sequence numbers and the receiver's records tell.
+
+Neither is enough alone. A sequence number says where a message stands only while nothing before it
+is lost. A record says which message was to be written to an address; addresses come round again, so
+that where later records may be lost, the last one seen gives the least that the number can be.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from everystep.tap.collectives import Collective, Plan
+from everystep.tap.pieces import PSN_COUNT
+
+Numbers = npt.NDArray[np.int64]
+
+_MAX_ROOMS = 256
+_LAPS = 32
+_ENOUGH = 4
+"""Messages in a row that must give the same distance between their positions and the records'."""
+
+_MORE_THAN_ENOUGH = 256
+
+
+def psn_after(psn: int, base: int) -> int:
+    """How far a sequence number lies behind another: signed, 24 bits."""
+    return (psn - base + PSN_COUNT // 2) % PSN_COUNT - PSN_COUNT // 2
+
+
+class Course:
+    """The sequence numbers of one queue pair of a connection."""
+
+    __slots__ = ("last", "psn")
+
+    def __init__(self) -> None:
+        self.psn: int | None = None
+        """After the last message whose position is known."""
+        self.last = -1
+        """The position of that message."""
+
+
+class Window:
+    """The positions that one collective takes on one connection."""
+
+    __slots__ = ("_lengths", "_reduced", "collective", "first", "offsets", "plan", "psn", "stop")
+
+    def __init__(self, first: int, plan: Plan, collective: Collective) -> None:
+        self.first = first
+        self.stop = first + len(plan.lengths)
+        self.plan = plan
+        self.collective = collective
+        self.psn: int | None = None
+        """Of its first packet."""
+        self.offsets: list[int] | None = None
+        """Sequence numbers from there to each of its messages, and to its end."""
+        self._lengths: Numbers | None = None
+        self._reduced: tuple[Numbers, Numbers] | None = None
+
+    def lengths(self) -> Numbers:
+        """Of its messages, in bytes on the wire."""
+        if self._lengths is None:
+            self._lengths = np.array(self.plan.lengths, np.int64)
+        return self._lengths
+
+    def reduced(self) -> tuple[Numbers, Numbers]:
+        """Per message where its data lies in the reduced buffer, and how much: 0 where it is not of
+        it. In bytes."""
+        if self._reduced is None:
+            e = self.plan.element_bytes
+            rows = [
+                (e * sent.start, e * (sent.stop - sent.start) if sent.reduced else 0)
+                for sent in self.plan.sends
+                if sent is not None
+            ]
+            both = np.array(rows, np.int64).reshape(-1, 2)
+            self._reduced = both[:, 0], both[:, 1]
+        return self._reduced
+
+
+class Rooms:
+    """The receiver's records of one connection: which message may be written where."""
+
+    __slots__ = ("_agreeing", "_by_place", "_shift", "_told", "is_fixed")
+
+    def __init__(self) -> None:
+        self._by_place: dict[tuple[int, int], deque[tuple[int, int]]] = {}
+        self._told: deque[tuple[int, int]] = deque(maxlen=_MAX_ROOMS)
+        self._shift = 0
+        """Number in a record, from 0, minus position."""
+        self._agreeing = 0
+        self.is_fixed = False
+        """Whether that is known for good."""
+
+    def told(self, addr: int, rkey: int, index: int, frame: int) -> None:
+        """There is room for message `index` (from 1)."""
+        self._told.append((index, frame))
+        told = self._by_place.pop((addr, rkey), None) or deque(maxlen=_LAPS)
+        told.append((index, frame))
+        self._by_place[addr, rkey] = told
+        if len(self._by_place) > _MAX_ROOMS:
+            del self._by_place[next(iter(self._by_place))]
+
+    def fix(self) -> None:
+        """Positions are counted as in the records."""
+        self._shift, self.is_fixed = 0, True
+
+    def observe(self, va: int, rkey: int, frame: int, position: int) -> None:
+        """A message has a position that is known otherwise: learn how the two counts differ.
+
+        A record that was lost makes the difference too small, never too large.
+        """
+        index = self._index(va, rkey, frame)
+        if self.is_fixed or index is None:
+            return
+        shift = index - 1 - position
+        if self._agreeing and shift == self._shift:
+            self._agreeing += 1
+            self.is_fixed = self._agreeing >= _MORE_THAN_ENOUGH
+        elif not self._agreeing or shift > self._shift:
+            self._shift, self._agreeing = shift, 1
+
+    def least(self, va: int, rkey: int, frame: int, *, is_first: bool = False) -> int | None:
+        """The least position that a message to this address, in this frame, can have.
+
+        `is_first`: no position is known yet, so that they may be counted as in the records.
+        """
+        if not (is_first or self.is_fixed or self._agreeing >= _ENOUGH):
+            return None
+        index = self._index(va, rkey, frame)
+        return None if index is None else index - 1 - self._shift
+
+    def most(self, frame: int) -> int | None:
+        """A position that no message in this frame has reached; None if nothing tells."""
+        after = [index for index, told in self._told if told > frame]
+        return min(after) - 1 - self._shift if after else None
+
+    def _index(self, va: int, rkey: int, frame: int) -> int | None:
+        for index, told in reversed(self._by_place.get((va, rkey), ())):
+            if told < frame:
+                return index
+        return None
+
+    def frames_from(self, position: int) -> list[int]:
+        """Frames of the records of messages from a position on."""
+        return [frame for index, frame in self._told if index - 1 - self._shift >= position]
+
+    def owns(self, rkey: int) -> bool:
+        """Whether a remote key is of one of these places."""
+        return any(key == rkey for _, key in self._by_place)
+
+    def cleared(self, va: int, rkey: int) -> bool:
+        """Whether this address was told."""
+        return (va, rkey) in self._by_place

@@ -1,0 +1,122 @@
+"""Messages that are just what comes next in an all-reduce under way, many at a time.
+
+Only what is plain: one queue pair, every byte there, in order, with the key, flags, immediates and
+lengths that were foreseen. The first message that is not ends the run, and goes the sure way by
+itself, like all that is of a collective whose place is not known yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from everystep.tap.connections import Connection
+from everystep.tap.pieces import PSN_COUNT, WRITE, Table
+from everystep.tap.positions import Window
+from everystep.tap.ring import SCATTERED
+from everystep.tap.writes import FORMS
+
+_LEAST = 4
+"""Fewer are not worth it."""
+
+_FLAGS = 1 << 32
+_SPLIT_BYTES = 8192
+
+Numbers = npt.NDArray[np.int64]
+
+
+def run(connection: Connection, stream: int, rows: Table) -> tuple[int, Window] | None:
+    """How many of the first rows (MESSAGE) of a stream are what its newest collective asks for."""
+    course = connection.courses[stream]
+    if not connection.windows or course.psn is None or len(connection.courses) > 1:
+        return None
+    window = connection.windows[-1]
+    first = course.last + 1
+    if not window.first <= first < window.stop or window.collective.kind != "allreduce":
+        return None
+    if connection.floating or connection.is_cut or connection.is_split:
+        return None
+    rows = rows[: window.stop - first]
+    wrong = np.flatnonzero(~_is_plain(connection, window, first, rows))
+    count = int(wrong[0]) if len(wrong) else len(rows)
+    if count < _LEAST or not _rooms_agree(connection, rows[count - 1], first + count - 1):
+        return None
+    return count, window
+
+
+def _is_plain(
+    connection: Connection, window: Window, first: int, rows: Table
+) -> npt.NDArray[np.bool_]:
+    """Per row whether it is as foreseen."""
+    plan = window.plan
+    place = first - window.first
+    lengths = window.lengths()[place : place + len(rows)]
+    immediates = rows["immediate"].astype(np.int64)
+    psn = np.full(len(rows), _psn(connection), np.int64)
+    psn[1:] += np.cumsum(rows["span"][:-1].astype(np.int64))
+    form = FORMS[plan.protocol]
+    has_data = lengths > 0
+    flags = np.zeros(len(rows), np.int64)
+    if plan.protocol != "Simple":
+        lead = connection.lead or 0
+        step = window.first + place + lead + 1 + np.arange(len(rows), dtype=np.int64)
+        flags = np.where(has_data, step % _FLAGS, 0)
+        if connection.lead is None or not connection.has_only_flags:
+            return np.zeros(len(rows), np.bool_)
+    keys = [key for key, protocol in connection.protocols.items() if protocol == plan.protocol]
+    found: npt.NDArray[np.bool_] = (
+        (rows["length"] == lengths)
+        & ((immediates == lengths) | (rows["immediate"].byteswap() == lengths))
+        & (rows["psn"] == psn % PSN_COUNT)
+        & (rows["flag"] == flags)
+        & ((rows["form"] == form) & np.isin(rows["rkey"], keys) | ~has_data)
+        & (rows["operation"] == WRITE)
+        & (rows["complete"] & rows["has_head"] & rows["has_immediate"] == 1)
+        & (rows["is_split"] | rows["is_chain"] == 0)
+        & (rows["span"] > 0)
+    )
+    return found
+
+
+def _psn(connection: Connection) -> int:
+    (course,) = connection.courses.values()
+    return course.psn or 0
+
+
+def _rooms_agree(connection: Connection, row: Any, position: int) -> bool:
+    """Whether the receiver's last record of an address is not one that is still to come."""
+    rooms = connection.rooms
+    if not rooms.is_fixed:
+        rooms.observe(int(row["va"]), int(row["rkey"]), int(row["frame"]), position)
+    least = rooms.least(int(row["va"]), int(row["rkey"]), int(row["frame"]))
+    return least is None or least <= position
+
+
+def move_on(connection: Connection, stream: int, rows: Table) -> None:
+    """Note that these rows stand where they should."""
+    course = connection.courses[stream]
+    last = rows[-1]
+    course.psn = (int(last["psn"]) + int(last["span"])) % PSN_COUNT
+    course.last += len(rows)
+    connection.messages += len(rows)
+    connection.mtu = max(connection.mtu, int(rows["mtu"].max()))
+    if (rows["length"] > _SPLIT_BYTES).any():
+        connection.is_split = False
+    if connection.lead is not None and connection.has_only_flags:
+        flagged = np.flatnonzero(rows["flag"])
+        if len(flagged):
+            connection.step = course.last - (len(rows) - 1 - int(flagged[-1])) + connection.lead
+
+
+def pieces(window: Window, first: int, stream: int, rows: Table) -> Table:
+    """SCATTERED: what these rows hold of the reduced buffer."""
+    place = first - window.first
+    starts, nbytes = (part[place : place + len(rows)] for part in window.reduced())
+    used = nbytes > 0
+    found = np.zeros(int(used.sum()), SCATTERED)
+    found["start"], found["length"] = starts[used], nbytes[used]
+    found["at"], found["frame"] = rows["at"][used], rows["last_frame"][used]
+    found["collective"], found["stream"] = window.collective.number, stream
+    return found

@@ -1,0 +1,90 @@
+"""Messages turned into writes: the protocol of each found, and its flags taken out."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from everystep.tap import writes
+from everystep.tap.connections import Connection
+from everystep.tap.pieces import RAW, Messages
+from everystep.tap.schedule import Protocol as Framing
+from everystep.tap.sendrecv import MAX_MESSAGE_BYTES
+from everystep.tap.writes import FORMS, Write, protocol_of
+
+RING_ROOM = 262144
+"""Simple: the room told in a ring is larger than this, that of a send/recv smaller."""
+
+_NEAR = 4096
+"""Steps by which a flag may jump before it is taken for data."""
+
+
+class Placer(Protocol):
+    """What roce's tracker does for a decoder (see pieces)."""
+
+    def place(self, stream: int, rkey: int, form: int) -> bool:
+        """Later messages with this key come in this form."""
+
+
+class Unpacker:
+    """What each remote key carries, as far as it has shown."""
+
+    def __init__(self, placer: Placer) -> None:
+        self._placer = placer
+        self._confirmed: set[tuple[int, int]] = set()
+
+    def write(self, connection: Connection, row: tuple[Any, ...], messages: Messages) -> Write:
+        """The message with its protocol known and its flags taken out."""
+        at = row[writes.AT]
+        ranges: writes.Ranges
+        if row[writes.COMPLETE]:
+            ranges = [(0, row[writes.LENGTH])]
+        else:
+            rows = messages.ranges[row[writes.RANGE_AT] : row[writes.RANGE_AT] + row[writes.RANGES]]
+            ranges = [(start, stop) for start, stop in rows.tolist()]
+        write = Write(row, messages.data[at : at + row[writes.NBYTES]], ranges)
+        if not (write.has_head and write.length):
+            write.restore(connection.mtu or write.mtu)
+        if not write.length or not write.ranges:
+            return write
+        framing = self._framing(connection, write)
+        write.protocol = framing
+        if framing is not None and row[writes.FORM] == RAW and framing != "Simple":
+            write.unpack(FORMS[framing])
+        key = (write.stream, write.rkey)
+        if write.flag and write.row[writes.HAS_HEAD] and key not in self._confirmed:
+            self._confirm(connection, write, key)
+        return write
+
+    def _framing(self, connection: Connection, write: Write) -> Framing | None:
+        if not write.row[writes.HAS_HEAD]:
+            # whatever the connection carries, if that is one protocol only
+            known = set(connection.protocols.values())
+            if len(known) != 1 or (known == {"LL128"} and not write.has_head):
+                return None  # an LL128 packet can be read once it is known where in its slice it is
+            return known.pop()
+        found = connection.protocols.get(write.rkey)
+        if found is None and write.ranges:
+            found, flag = protocol_of(write.data, write.ranges)
+            if found != "Simple" and not self._is_flag(connection, write, flag):
+                found = "Simple"
+            connection.protocols[write.rkey] = found
+            if found != "Simple":
+                self._placer.place(write.stream, write.rkey, FORMS[found])
+        return found
+
+    def _is_flag(self, connection: Connection, write: Write, flag: int) -> bool:
+        """Whether what looks like flags may be flags: a gradient of equal words looks so, too."""
+        if connection.size is not None:
+            return connection.size != MAX_MESSAGE_BYTES and connection.size < 2 * RING_ROOM * 2
+        return write.psn != 0 or flag == 1
+
+    def _confirm(self, connection: Connection, write: Write, key: tuple[int, int]) -> None:
+        """The second message of a key shows whether the first was read rightly."""
+        if connection.step is None:
+            return
+        if 0 < abs(write.flag - 1 - connection.step) <= _NEAR:
+            self._confirmed.add(key)
+            return
+        connection.protocols[write.rkey] = "Simple"
+        self._placer.place(write.stream, write.rkey, RAW)
+        write.protocol, write.flag, write.ranges, write.complete = "Simple", 0, [], False

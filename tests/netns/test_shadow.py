@@ -1,0 +1,184 @@
+"""A shadow on a host that sees one mirrored port: it has every bit at every step, and gives the
+last one back when all hosts that trained are gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from everystep.store import addresses as at
+from netns import mirror
+from netns.said import folded, last, proved, told, trained
+from peers import hosts as network
+from peers.hosts import DEADLINE_S, Host, hosts
+from waiting import until
+from zygote import Child, Zygote
+
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(300)]
+
+MOST = 4
+"""Hosts that train."""
+
+STEPS = 200
+"""That the shadow has, one after the other."""
+
+SOON = 60
+"""Steps before it has begun."""
+LATER = 10
+PORT = 7700
+ENDLESS = 10**6
+
+
+@pytest.fixture(scope="module")
+def all_hosts(zygote: Zygote) -> Iterator[list[Host]]:
+    """Those that train, and the shadow's, which sees the port of the first."""
+    reason = network.missing() or mirror.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with hosts(MOST + 1, zygote) as found, mirror.mirrored(found[0], found[-1]):
+        yield found
+
+
+class Scene:
+    """A run of some hosts, and its shadow."""
+
+    def __init__(self, all_hosts: list[Host], size: int, run: Path, folder: Path) -> None:
+        self.training, self.watching = all_hosts[:size], all_hosts[-1]
+        self._run, self._folder = run, folder
+        self._token = folder / "token"
+        at.make_secret(self._token)
+        self.shadow_out = folder / "shadow.out"
+        self.shadow: Child | None = None
+
+    def out(self, life: int, rank: int) -> Path:
+        return self._folder / f"{life}-{rank}"
+
+    def watch(self, **options: object) -> None:
+        self.shadow = self.watching.start(
+            "netns.job.shadow", self.shadow_out, folder=str(self._folder / "shadow"),
+            address=self.watching.address, port=PORT, token_file=str(self._token),
+            persist_every=50, interface=mirror.INTERFACE, **options,
+        )  # fmt: skip
+        until(lambda: told(self.shadow_out, "listens"), DEADLINE_S, "the shadow to listen")
+
+    def train(self, life: int, steps: int, **options: object) -> list[Child]:
+        return [
+            host.start(
+                "netns.job.train",
+                self.out(life, rank),
+                run=str(self._run),
+                rank=rank,
+                world_size=len(self.training),
+                steps=steps,
+                tap="wire",
+                rendezvous=f"tcp://{self.training[0].address}:{29500 + life}",
+                address=f"{self.watching.address}:{PORT}",
+                token_file=str(self._token),
+                **options,
+            )
+            for rank, host in enumerate(self.training)
+        ]
+
+    def until_in_shadow(self, step: int, deadline_s: float) -> None:
+        """Every rank knows that its state is in the shadow so far."""
+
+        def is_there() -> bool:
+            steps = [last(self.out(1, rank)) for rank in range(len(self.training))]
+            return all((its.get("in_shadow") or 0) >= step for its in steps)
+
+        until(is_there, deadline_s, f"step {step} to be in the shadow")
+
+    def bytes(self) -> tuple[int, int]:
+        """What all training hosts have sent, and what the shadow has been told and has said."""
+        sent = sum(map(mirror.sent_bytes, self.training))
+        return sent, mirror.passed_bytes(self.watching)
+
+    def kill(self) -> None:
+        """All hosts that train are gone at once."""
+        for host in self.training:
+            for child in host.started:
+                with contextlib.suppress(ProcessLookupError):  # it missed another already
+                    os.kill(child.pid, signal.SIGKILL)
+        for host in self.training:
+            host.kill()
+
+    def end(self) -> None:
+        assert self.shadow is not None
+        self.shadow.kill(signal.SIGTERM)
+        assert self.shadow.wait(DEADLINE_S) == 0, self.shadow.said()
+
+    def lives(self) -> list[dict[int, dict[str, str]]]:
+        ranks = range(len(self.training))
+        return [trained(self.out(1, rank)) | trained(self.out(2, rank)) for rank in ranks]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_step_is_had_off_the_wire(
+    size: int, all_hosts: list[Host], run_dir: Path, tmp_path: Path
+) -> None:
+    scene = Scene(all_hosts, size, run_dir, tmp_path)
+    scene.watch()
+    scene.train(1, ENDLESS)
+    scene.until_in_shadow(SOON, DEADLINE_S)
+    before_bytes = scene.bytes()
+    scene.until_in_shadow(SOON + STEPS, 80.0)
+    trained_bytes, told_bytes = np.subtract(scene.bytes(), before_bytes)
+    assert told_bytes < 0.01 * (trained_bytes - told_bytes)
+    scene.kill()
+    for child in scene.train(2, LATER, further=True):
+        assert child.wait(DEADLINE_S) == 0, child.said()
+    scene.end()
+    for rank in range(size):
+        (restored,) = told(scene.out(2, rank), "restored")
+        before = {one["step"]: one["whole"] for one in told(scene.out(1, rank), "step")}
+        assert restored["step"] >= SOON + STEPS
+        assert restored["whole"] == before[restored["step"]]
+    had = folded(scene.shadow_out)
+    first = min(step for step, parts in had.items() if len(parts) == size)
+    assert first <= SOON
+    assert all(len(had[step]) == size for step in range(first, restored["step"] + 1))
+    assert proved(had, scene.lives()) >= STEPS
+
+
+@pytest.mark.parametrize("loss", [1e-4, 1e-3, 1e-2, 1e-1])
+def test_what_the_mirror_loses_is_asked_for(
+    loss: float, all_hosts: list[Host], run_dir: Path, tmp_path: Path
+) -> None:
+    """The shadow has a step exactly or not at all, and it comes back by itself."""
+    scene = Scene(all_hosts, 2, run_dir, tmp_path)
+    scene.watch(loss=loss)
+    scene.train(1, ENDLESS)
+    until(lambda: last(scene.out(1, 0)).get("step", 0) > SOON, DEADLINE_S, "some steps")
+    until(lambda: "not seen" in scene.shadow_out.read_text(), DEADLINE_S, "something to be lost")
+    assert scene.shadow is not None
+    scene.shadow.kill(signal.SIGUSR1)
+    scene.until_in_shadow(last(scene.out(1, 0))["step"] + 20, DEADLINE_S)
+    scene.kill()
+    scene.end()
+    proved(folded(scene.shadow_out), scene.lives())
+    assert last(scene.out(1, 0))["strategy"] == "Shadow"
+
+
+def test_noise_on_gradients_ends_in_full_checkpoints(
+    all_hosts: list[Host], run_dir: Path, tmp_path: Path
+) -> None:
+    """No number explains them: that is said, and every step is stored in full."""
+    scene = Scene(all_hosts, 2, run_dir, tmp_path)
+    scene.watch()
+    scene.train(1, ENDLESS, noisy_from=SOON)
+    scene.until_in_shadow(SOON - 1, DEADLINE_S)
+
+    def is_full() -> bool:
+        return all(last(scene.out(1, rank))["strategy"] == "Full" for rank in range(2))
+
+    until(is_full, DEADLINE_S, "every step to be stored in full")
+    scene.kill()
+    scene.end()
+    assert "every step is stored in full instead" in scene.out(1, 0).read_text()
+    proved(folded(scene.shadow_out), scene.lives())

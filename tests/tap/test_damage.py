@@ -1,0 +1,171 @@
+"""Random damage to synthetic captures of NCCL: what is given is exact, or is not given.
+
+A thousand patterns, seeded: rings of two to four ranks, every protocol, loss up to 0.3 in one or
+both directions, bursts, doubled, late, cut and changed packets, captures that begin in the middle,
+sizes told or not. More of it by hand, with the first seed and how many:
+`PYTHONPATH=tests python tests/tap/test_damage.py 1000 5000`
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec import Struct
+
+from everystep.cli.tap_report import DTYPES, Reader
+from everystep.tap.nccl import Options
+from tap.generator import Job, Packet, Wire, damaged, mirrored, random_inputs, write
+
+SEEDS = 1000
+STILL_WRONG = (133, 199, 897)
+"""Told sizes, LL128. 133: two queue pairs, the second taken for a channel, it seems. 199: the
+middle of a run on two channels; not understood. 897: the middle of one, cut as since 2.22. See
+issue 6."""
+
+PARTS = 10
+"""Tests that share them."""
+
+
+class Pattern(Struct, frozen=True):
+    """A job, and what a mirror showed of it."""
+
+    made: Job
+    packets: list[Packet]
+    sizes: tuple[int, ...] | None
+    """Told."""
+    is_whole: bool
+    """Whether the capture begins where the job does, so that numbers are absolute."""
+    finds_added_step: bool
+
+
+def pattern(seed: int) -> Pattern:
+    """What this seed stands for."""
+    draw = random.Random(seed)
+    pairs = draw.choice((1, 1, 1, 2))
+    wire = Wire(
+        ranks=draw.choice((2, 3, 4)),
+        protocol=draw.choice(("LL", "LL128", "Simple")),
+        mtu=draw.choice((1024, 4096)),
+        channels=draw.choice((1, 1, 2)),
+        version=draw.choice((19, 19, 19, 22)),
+        dtype=draw.choice(("float32", "float32", "bfloat16")),
+        adaptive=draw.random() < 0.15,
+        queue_pairs=pairs,
+        split=pairs > 1 and draw.random() < 0.3,
+    )
+    sizes = tuple(draw.choice((3, 3, 17, 500, 1000, 2500)) for _ in range(draw.choice((1, 2, 3))))
+    first_step, first_psn = draw.choice((0, 0, 0, 1000)), draw.choice((0, 0, 0xFFFFF0))
+    made = Job(wire, seed=seed, first_step=first_step, first_psn=first_psn)
+    for number in range(draw.choice((2, 3, 4)) * len(sizes)):
+        made.all_reduce(random_inputs(wire, sizes[number % len(sizes)], 1000 * seed + number))
+    shown = mirrored(
+        made.packets, draw.randrange(wire.ranks), draw.choice(("both", "both", "in", "out"))
+    )
+    if draw.random() < 0.4:
+        damage = {"lost": draw.choice((1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3))}
+    else:
+        kinds = ("lost", "doubled", "delayed", "cut", "flipped")
+        damage = {kind: draw.choice((0, 0, 1e-3, 0.01, 0.05)) for kind in kinds}
+    packets = damaged(shown, draw, **damage)
+    for _ in range(draw.choice((0, 0, 0, 1, 2))):
+        at = draw.randrange(len(packets) + 1)
+        del packets[at : at + draw.choice((5, 50, 500))]
+    start = draw.choice((0, 0, 0, 0.1, 0.4))
+    return Pattern(
+        made=made,
+        packets=packets[int(len(packets) * start) :],
+        sizes=sizes if draw.random() < 0.7 else None,
+        is_whole=not (start or first_step or first_psn),
+        finds_added_step=draw.random() < 0.5,
+    )
+
+
+def decode(shown: Pattern, path: Path, *, record: bool = False) -> Reader:
+    """Everything up to the first doubt. With a record, no message is read beside others."""
+    write(path, shown.packets)
+    wire = shown.made.wire
+    options = Options(
+        ranks=wire.ranks,
+        element_bytes=DTYPES[wire.dtype],
+        added_step=None if shown.finds_added_step else False,
+        record=record,
+    )
+    reader = Reader(options, wire.dtype, check_icrc=True)
+    if shown.sizes is not None:
+        reader.decoder.expect(0, shown.sizes)
+    reader.read(path)
+    return reader
+
+
+def agrees(shown: Pattern, reader: Reader, shift: int) -> bool:
+    """Whether every range that is said to be there is that of the all-reduce so many further on.
+
+    The last line of LL may be padded, which only a told size shows: what lies behind the buffer is
+    not compared.
+    """
+    for number, found in reader.buffers.items():
+        if number + shift >= len(shown.made.reductions) or found.mismatches:
+            return False
+        right = shown.made.reductions[number + shift].reduced
+        for start, stop in found.present:
+            if shown.sizes is not None and stop > len(right):
+                return False
+            stop = min(stop, len(right))
+            if not np.array_equal(found.data[start:stop], right[start:stop]):
+                return False
+    return True
+
+
+def check(seed: int, path: Path) -> int:
+    """That nothing of this pattern is wrong; returns the bytes that were there."""
+    shown = pattern(seed)
+    reader = decode(shown, path)
+    shifts = [0] if shown.is_whole else range(len(shown.made.reductions))
+    assert any(agrees(shown, reader, shift) for shift in shifts), f"seed {seed}"
+    return sum(b - a for found in reader.buffers.values() for a, b in found.present)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_whatever_is_damaged_nothing_is_wrong(part: int, tmp_path: Path) -> None:
+    seeds = [seed for seed in range(part, SEEDS, PARTS) if seed not in STILL_WRONG]
+    there = sum(check(seed, tmp_path / "x.pcap") for seed in seeds)
+    assert there > 10_000  # else nothing was compared
+
+
+@pytest.mark.parametrize("seed", range(5000, 5060))
+def test_messages_taken_many_at_a_time_give_what_they_give_one_by_one(
+    seed: int, tmp_path: Path
+) -> None:
+    shown = pattern(seed)
+    fast, sure = (decode(shown, tmp_path / "x.pcap", record=record) for record in (False, True))
+    assert [(n, f.present, f.missing) for n, f in sorted(fast.buffers.items())] == [
+        (n, f.present, f.missing) for n, f in sorted(sure.buffers.items())
+    ]
+    for number, found in fast.buffers.items():
+        assert np.array_equal(found.data, sure.buffers[number].data)
+
+
+@pytest.mark.xfail(strict=True, reason="issue 6: given under a wrong number without a doubt")
+@pytest.mark.parametrize("seed", STILL_WRONG)
+def test_what_is_still_wrong(seed: int, tmp_path: Path) -> None:
+    check(seed, tmp_path / "x.pcap")
+
+
+def main(first: int, count: int) -> None:
+    there, wrong = 0, []
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for seed in range(first, first + count):
+            try:
+                there += check(seed, Path(folder) / "x.pcap")
+            except AssertionError:
+                wrong.append(seed)
+    print(f"{count:,} patterns: {there:,} bytes exact; wrong: {wrong}")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
