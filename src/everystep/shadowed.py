@@ -18,12 +18,11 @@ from everystep.blocking import Facts
 from everystep.engine.meter import Cost
 from everystep.engine.sampled import SampledRecorder, unseen
 from everystep.outcomes import Outcomes
-from everystep.recorded import Recorded
+from everystep.recorded import Recorded, facts_for_copies
 from everystep.recovery.classes import elsewhere, names_of, search_paths, unfit
 from everystep.staged import Recording
 from everystep.state.capture import Objects
 from everystep.state.ranks import Ranks
-from everystep.state.shards import is_dtensor
 from everystep.stats import StepLog
 from everystep.store.retention import Retention
 from everystep.store.run import StepEntry
@@ -73,15 +72,11 @@ class Shadowed(Recorded):
         self._newest = 0
         kinds = {type(optimizer) for optimizer in objects.optimizers.values()}
         parameters = [p for model in objects.models.values() for p in model.parameters()]
-        if any(map(is_dtensor, parameters)):
-            # what little is not sharded is not worth being shared out
-            facts = facts._replace(share_replicas=False)
-        facts = facts._replace(whole_parameters=True)
         plan = shadow_plan(options)
         plan.hosts = [str(one) for one in ranks.gather(address())]
         super().__init__(
-            facts, objects, ranks, agent, options, options.full(), retention, known, pinned, done,
-            log, outcomes,
+            facts_for_copies(facts, objects), objects, ranks, agent, options, options.full(),
+            retention, known, pinned, done, log, outcomes,
             recording=Recording(
                 options.buffer_bytes, False, True, names_of(kinds), search_paths(), shadow=plan
             ),
