@@ -378,7 +378,7 @@ def test_the_rate_holds_for_all_connections_together(monkeypatch: pytest.MonkeyP
 
 def test_an_address_that_is_not_of_this_host(scene: Scene) -> None:
     plan = p.PeerPlan(hosts=["a", "b"], copies=2, bytes_per_s=None, address="192.0.2.1")
-    with pytest.raises(StoreFailed, match="192.0.2.1: nobody could connect"):
+    with pytest.raises(StoreFailed, match=r"192\.0\.2\.1: nobody could connect"):
         Peers(scene.path, scene.begin, plan, scene.guard, scene.notices.append)
 
 
