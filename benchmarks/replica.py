@@ -4,8 +4,9 @@
 
 The parts, each of which can be run alone:
 
-- `emulated`: 124 M fp32 parameters with dense gradients and AdamW, fused and not. A step takes 1 s:
-  a wait in which the host is idle, as beside an accelerator, and then a real update.
+- `emulated`: 124 M fp32 parameters with dense gradients and AdamW, fused and not. A step takes 1 s,
+  or twice its update where that is more: a wait in which the host is idle, as beside an
+  accelerator, and then a real update.
 - `killed`: the trainer is killed (SIGKILL), and a restart reads the state from the agent's memory.
 - `persist`: what is written where two fifths of a state change in an interval, or all of it.
 - `auto`: the wasted time of its choice beside the best fixed strategy's, simulated, on nine
