@@ -42,8 +42,8 @@ def _ip(*words: str) -> str:
     return done.stdout
 
 
-def move_to(host: str) -> None:
-    """Let this process, which has one thread, and all that it starts be of that host.
+def enter(host: str) -> None:
+    """Let this thread, and all that it starts, be in the network of that host.
 
     Args:
         host: its name.
@@ -54,7 +54,28 @@ def move_to(host: str) -> None:
     os.close(fd)
     if failed:
         raise OSError(ctypes.get_errno(), f"no way to {host}")
+
+
+def move_to(host: str) -> None:
+    """Let this process, which has one thread, and all that it starts be of that host.
+
+    Args:
+        host: its name.
+    """
+    enter(host)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+
+
+@contextlib.contextmanager
+def network() -> Iterator[str]:
+    """A network with a loopback interface, in which nobody else is; its name."""
+    name = f"evs{secrets.token_hex(3)}"
+    _ip("netns", "add", name)
+    try:
+        _ip("-n", name, "link", "set", "lo", "up")
+        yield name
+    finally:
+        _ip("netns", "del", name)
 
 
 class Host:

@@ -14,20 +14,22 @@ import torch.distributed as dist
 from everystep.engine.bucket_layout import last_collective, layout
 from everystep.state.names import names_of
 from exact.ranks import leave
+from peers.hosts import enter
 
 
-def _join(rank: int, world_size: int, folder: str, interface: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = interface
+def _join(rank: int, world_size: int, folder: str, network: str) -> None:
+    enter(network)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 
 def all_reduces(
-    rank: int, world_size: int, folder: str, counts: list[int], together: bool, interface: str
+    rank: int, world_size: int, folder: str, counts: list[int], together: bool, network: str
 ) -> None:
     """All-reduce float32 tensors of `counts` elements, one after the other or all at a time; rank 0
     leaves what it got."""
-    _join(rank, world_size, folder, interface)
+    _join(rank, world_size, folder, network)
     made = torch.Generator().manual_seed(rank)
     tensors = [torch.randn(count, generator=made) for count in counts]
     works = []
@@ -45,9 +47,9 @@ def all_reduces(
     leave()
 
 
-def train(rank: int, world_size: int, folder: str, iterations: int, interface: str) -> None:
+def train(rank: int, world_size: int, folder: str, iterations: int, network: str) -> None:
     """A small model under DDP, with several buckets; rank 0 leaves every gradient, by parameter."""
-    _join(rank, world_size, folder, interface)
+    _join(rank, world_size, folder, network)
     _train(rank, folder, iterations)
     dist.barrier()
     leave()
@@ -106,11 +108,11 @@ class _Net(torch.nn.Module):
 
 
 def train_and_tell(
-    rank: int, world_size: int, folder: str, iterations: int, way: str, interface: str
+    rank: int, world_size: int, folder: str, iterations: int, way: str, network: str
 ) -> None:
     """Train in one of `WAYS`; rank 0 leaves every gradient by name, and what a trainer would tell:
     for each step the buckets of each backward that reduced, and the last collective's number."""
-    _join(rank, world_size, folder, interface)
+    _join(rank, world_size, folder, network)
     told = _train_and_tell(rank, Path(folder), iterations, way)
     if rank == 0:
         (Path(folder) / "told.json").write_text(json.dumps(told))

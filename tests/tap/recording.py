@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 import numpy as np
 
 from everystep.tap.pieces import FRAME, Frames
+from peers.hosts import enter
 
 _SOL_PACKET, _IGNORE_OUTGOING, _STATISTICS = 263, 23, 6
 _RECEIVE_BUFFER_FORCE = 33
@@ -16,14 +18,20 @@ _ALL_PROTOCOLS = 3
 
 
 class Recorder:
-    """Keeps every frame that arrives at an interface while it is open. Needs root."""
+    """Keeps every frame that arrives at the loopback interface of a network while it is open. Needs
+    root.
 
-    def __init__(self, interface: str) -> None:
-        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+    Args:
+        network: its name.
+    """
+
+    def __init__(self, network: str) -> None:
+        with ThreadPoolExecutor(1) as pool:  # a socket is where the thread is that opens it
+            self._socket = pool.submit(_opened, network).result()
         self._socket.setsockopt(_SOL_PACKET, _IGNORE_OUTGOING, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, _RECEIVE_BUFFER_FORCE, 512 << 20)
         self._socket.settimeout(0.05)
-        self._socket.bind((interface, _ALL_PROTOCOLS))
+        self._socket.bind(("lo", _ALL_PROTOCOLS))
         self._is_over = False
         self._thread = threading.Thread(target=self._record)
         self.packets: list[bytes] = []
@@ -51,6 +59,11 @@ class Recorder:
             except TimeoutError:
                 if self._is_over:  # nothing has come since
                     return
+
+
+def _opened(network: str) -> socket.socket:
+    enter(network)
+    return socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
 
 
 def frames_of(packets: list[bytes], first: int = 1, lengths: list[int] | None = None) -> Frames:

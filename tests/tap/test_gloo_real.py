@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from peers.hosts import missing, network
 from tap.decoding import HARMLESS, Decoded
 from tap.recording import Recorder
 from zygote import Zygote
@@ -25,9 +26,12 @@ COUNTS = [10, 11, 1000, 7777, 100_001, 10, 300_000, 1_500_000, 11]
 def _record(
     zygote: Zygote, folder: Path, ranks: int, function: str, **arguments: object
 ) -> list[bytes]:
-    with Recorder("lo") as recorder:
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with network() as name, Recorder(name) as recorder:
         zygote.run_ranks(
-            f"tap.gloo_ranks.{function}", folder, ranks, 60.0, interface="lo", **arguments
+            f"tap.gloo_ranks.{function}", folder, ranks, 60.0, network=name, **arguments
         )
     return recorder.packets
 

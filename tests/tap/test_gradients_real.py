@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from everystep.tap.gradients import Bucket
+from peers.hosts import missing, network
 from tap.decoding import HARMLESS
 from tap.gloo_ranks import WAYS
 from tap.reading import Told, Truth, followed, gradients_of
@@ -28,13 +29,16 @@ ITERATIONS = 8
 
 def record(zygote: Zygote, folder: Path, ranks: int, way: str) -> tuple[list[bytes], Told, Truth]:
     """The packets of a run, what its trainer told, and its gradients."""
-    with Recorder("lo") as recorder:
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with network() as name, Recorder(name) as recorder:
         zygote.run_ranks(
             "tap.gloo_ranks.train_and_tell",
             folder,
             ranks,
             60.0,
-            interface="lo",
+            network=name,
             iterations=ITERATIONS,
             way=way,
         )
