@@ -16,11 +16,11 @@ from everystep.store import addresses as at
 from netns import mirror
 from netns.said import folded, last, proved, told, trained
 from peers import hosts as network
-from peers.hosts import DEADLINE_S, Host, hosts
+from peers.hosts import Host, hosts
 from waiting import until
 from zygote import Child, Zygote
 
-pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(500)]
 
 MOST = 4
 """Hosts that train."""
@@ -31,6 +31,10 @@ STEPS = 200
 SOON = 60
 """Steps before it has begun."""
 LATER = 10
+
+DEADLINE_S = 150.0
+"""On a machine that others use, too."""
+
 PORT = 7700
 ENDLESS = 10**6
 
@@ -127,7 +131,7 @@ def test_every_step_is_had_off_the_wire(
     scene.train(1, ENDLESS)
     scene.until_in_shadow(SOON, DEADLINE_S)
     before_bytes = scene.bytes()
-    scene.until_in_shadow(SOON + STEPS, 80.0)
+    scene.until_in_shadow(SOON + STEPS, DEADLINE_S)
     trained_bytes, told_bytes = np.subtract(scene.bytes(), before_bytes)
     assert told_bytes < 0.01 * (trained_bytes - told_bytes)
     scene.kill()
