@@ -19,6 +19,8 @@ FEW = 30
 MOST_BEHIND = 12
 """Steps that some rank had ended, and not all had elsewhere: those on their way to the agents."""
 
+_BAD = "Traceback"
+
 MOST = 4
 """Hosts of one job."""
 
@@ -52,8 +54,8 @@ def until_said(outs: Sequence[Path], words: str) -> None:
 
     def all_there() -> bool:
         said = [out.read_text() if out.exists() else "" for out in outs]
-        is_broken = any("Traceback" in text for text in said)
-        assert not is_broken, "\n".join(text[-2000:] for text in said)
+        broken = [text[max(0, text.index(_BAD) - 500) :] for text in said if _BAD in text]
+        assert not broken, "\n".join(text[:4000] for text in broken)
         return all(re.search(words, text, re.M) for text in said)
 
     until(all_there, DEADLINE_S, f"{words!r} in {[out.name for out in outs]}")

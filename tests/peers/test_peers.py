@@ -194,7 +194,7 @@ def test_the_holder_writes_what_the_lost_agent_would_have(scene: Scene) -> None:
     scene.ready(safe=6)
     scene.owner.lose()
     scene.stop_training()
-    assert not scene.is_idle()
+    until(lambda: not scene.is_idle(), DEADLINE_S, "the loss to be seen")
     scene.tell(8)  # rank 0 has not come further
     until(scene.is_idle, DEADLINE_S, "the part to be written")
     assert scene.written() == [8]
