@@ -175,19 +175,19 @@ def _tell(what: str, step: int, **more: object) -> None:
 
 
 class Lossy(Live):
-    """A mirror that loses frames."""
+    """A mirror that loses frames now and then."""
 
     def __init__(self, interface: str, loss: float) -> None:
         super().__init__(interface, roce=False, tcp_ports=None)
-        self._loss, self._drawn = loss, np.random.default_rng(1)
+        self._loss, self._drawn, self._is_on = loss, np.random.default_rng(1), False
 
-    def end(self) -> None:
-        """From now on none is lost."""
-        self._loss = 0.0
+    def turn(self) -> None:
+        """From now on frames are lost; or, if they were, none is."""
+        self._is_on = not self._is_on
 
     def next(self, timeout_s: float) -> Frames | None:
         frames = super().next(timeout_s)
-        if frames is None or not self._loss:
+        if frames is None or not self._is_on:
             return frames
         stay = self._drawn.random(len(frames.table)) >= self._loss
         return Frames(frames.data, frames.table[stay], frames.first)
@@ -206,7 +206,7 @@ def shadow(
     """A shadow until SIGTERM, which tells the digests of each rank's part at each step.
 
     Args:
-        loss: of all frames of the mirror, this share is lost until SIGUSR1.
+        loss: of all frames of the mirror, this share is lost between two SIGUSR1.
     """
     if host is not None:
         move_to(host)
@@ -238,7 +238,7 @@ def shadow(
     source = None
     if interface is not None:
         live = Lossy(interface, loss)
-        signal.signal(signal.SIGUSR1, lambda number, frame: live.end())
+        signal.signal(signal.SIGUSR1, lambda number, frame: live.turn())
         source = WireSource(live, say)
     one = process.Shadow(
         Keeping(path=Path(folder), persist_every=persist_every, keep_last=2), address, port,

@@ -98,6 +98,10 @@ class Scene:
 
         until(is_there, deadline_s, f"step {step} to be in the shadow")
 
+    def not_seen(self) -> int:
+        """How many times the shadow has said that it lacks a step."""
+        return self.shadow_out.read_text().count("not seen")
+
     def bytes(self) -> tuple[int, int]:
         """What all training hosts have sent, and what the shadow has been told and has said."""
         sent = sum(map(mirror.sent_bytes, self.training))
@@ -158,14 +162,16 @@ def test_what_the_mirror_loses_is_asked_for(
     scene = Scene(all_hosts, 2, run_dir, tmp_path)
     scene.watch(loss=loss)
     scene.train(1, ENDLESS)
-    until(lambda: last(scene.out(1, 0)).get("step", 0) > SOON, DEADLINE_S, "some steps")
-    until(lambda: "not seen" in scene.shadow_out.read_text(), DEADLINE_S, "something to be lost")
+    scene.until_in_shadow(SOON, DEADLINE_S)
     assert scene.shadow is not None
+    before = scene.not_seen()
+    scene.shadow.kill(signal.SIGUSR1)
+    until(lambda: scene.not_seen() > before, DEADLINE_S, "something to be lost")
     scene.shadow.kill(signal.SIGUSR1)
     scene.until_in_shadow(last(scene.out(1, 0))["step"] + 20, DEADLINE_S)
     scene.kill()
     scene.end()
-    proved(folded(scene.shadow_out), scene.lives())
+    assert proved(folded(scene.shadow_out), scene.lives()) > 20
     assert last(scene.out(1, 0))["strategy"] == "Shadow"
 
 
