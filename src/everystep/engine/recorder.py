@@ -6,6 +6,7 @@ import collections
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Literal
 
 import torch
@@ -21,9 +22,9 @@ from everystep.engine.owned import Shares, accelerator, keys_of, unrepeatable
 from everystep.engine.promise import fulfil
 from everystep.engine.taken import Step, Taken, code, print_of, write_record
 from everystep.errors import EverystepError, StoreFailed, Unsupported
-from everystep.state.capture import Objects
 from everystep.state.draws import Draws
 from everystep.state.fingerprint import Rota
+from everystep.state.objects import Objects
 from everystep.state.ranks import Ranks
 from everystep.state.recapture import Captured, Recapture
 from everystep.types import Json
@@ -193,7 +194,7 @@ class Recorder:
                 problem = self._make_room()
         if problem is not None or one is None:
             self._chained, self._opened = step, False
-            self._sender.submit(self._mend)  # after those that are lost
+            self.then(self._mend)  # after those that are lost
             return problem
         if not self._opened:
             self._sender.submit(self._sink.open_log, step - 1, pack_layout(one.layout))
@@ -331,14 +332,12 @@ class Recorder:
 
     def _read(self, one: Step, to_code: list[Taken]) -> None:
         """Take from live memory what the step's delta needs."""
-        fulfil(one.prints, lambda: print_of(one, self._device, self._sources))
+        fulfil(one.prints, partial(print_of, one, self._device, self._sources))
         for taken in to_code:
             parameters = one.layout.optimizers[taken.optimizer]
             if taken.coded is not None:
-                fulfil(
-                    taken.coded,
-                    lambda: code(taken, parameters, self._device, plain=self._plain),  # noqa: B023
-                )
+                act = partial(code, taken, parameters, self._device, plain=self._plain)
+                fulfil(taken.coded, act)
 
     def _finish(self, one: Step) -> None:
         try:
@@ -371,6 +370,10 @@ class Recorder:
         one.cost.logged_bytes, one.cost.logged_at_s = nbytes, time.monotonic()
 
     # ------------------------------------------------------------ the end
+
+    def then(self, act: Callable[[], None]) -> None:
+        """Act once all deltas so far are handed over, or lost, in a thread beside training."""
+        self._sender.submit(act)
 
     def settle(self) -> None:
         """Return when all deltas are handed over, or lost."""
