@@ -16,8 +16,9 @@ from everystep.deltas.encodings import encode
 from everystep.recovery.fold import Folded, fold
 from everystep.recovery.proof import Step
 from everystep.state import capture, raw
-from everystep.state.capture import Objects, State
+from everystep.state.capture import State
 from everystep.state.fingerprint import fingerprint
+from everystep.state.objects import Objects
 from everystep.state.tree import Encoder
 from everystep.types import Json, TensorSpec, join_key
 

@@ -22,7 +22,7 @@ from everystep.errors import UsageError
 from everystep.observed import Observed
 from everystep.planning.choosing import Name, Verdict
 from everystep.planning.facts import Facts
-from everystep.state.capture import Objects
+from everystep.state.objects import Objects
 from everystep.state.ranks import Ranks
 from everystep.stats import StepLog
 from everystep.store.ballots import Ballot

@@ -22,7 +22,7 @@ from everystep.engine.meter import Cost
 from everystep.logged import Logged
 from everystep.pace import Pace
 from everystep.planning.intervals import Choice, Costs, Limits, choose
-from everystep.state.capture import Objects
+from everystep.state.objects import Objects
 
 
 def _objects() -> tuple[nn.Module, torch.optim.Optimizer]:

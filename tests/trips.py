@@ -10,8 +10,9 @@ import torch
 
 from everystep import Checkpointer, Full
 from everystep.state import capture, raw
-from everystep.state.capture import Misfit, Objects, State
+from everystep.state.capture import Misfit, State
 from everystep.state.form import check_form
+from everystep.state.objects import Objects
 from everystep.types import Json, TensorSpec
 
 BLOCKING = Full(blocking=True)

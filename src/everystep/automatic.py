@@ -32,7 +32,7 @@ from everystep.planning.failures import estimate_mtbf
 from everystep.recorded import Recorded
 from everystep.recovery.classes import elsewhere, unfit
 from everystep.staged import Staged
-from everystep.state.capture import Objects
+from everystep.state.objects import Objects
 from everystep.state.ranks import Ranks
 from everystep.stats import StepLog
 from everystep.store.ballots import Ballot, Ballots
@@ -280,10 +280,8 @@ def _facts_of(ballot: Ballot, ballots: Sequence[Ballot]) -> Facts:
 
 def _unsuited(objects: Objects) -> dict[str, str]:
     """The strategies that this run cannot have, as far as that is known before it begins."""
-    kinds = {type(optimizer) for optimizer in objects.optimizers.values()}
-    parameters = [p for model in objects.models.values() for p in model.parameters()]
     not_again = [why for one in objects.optimizers.values() if (why := unrepeatable(one))]
-    not_there = [why for why in (unfit(kinds), elsewhere(parameters)) if why]
+    not_there = [why for why in (unfit(objects.kinds), elsewhere(objects.parameters)) if why]
     found = {}
     if not_again:
         found["deltas"] = not_again[0]

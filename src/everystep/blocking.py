@@ -10,7 +10,8 @@ from everystep.agent.writer import keep_identity, not_removed, ranks_behind
 from everystep.errors import StoreError
 from everystep.outcomes import Outcomes
 from everystep.saving import Writer, save
-from everystep.state.capture import Objects, capture
+from everystep.state.capture import capture
+from everystep.state.objects import Objects
 from everystep.state.ranks import Ranks
 from everystep.stats import StepLog
 from everystep.store.retention import Upkeep

@@ -38,7 +38,8 @@ from everystep.saving import encoded_metrics, versions
 from everystep.sessions import Session, Sessions, Strategy
 from everystep.shadowed import shadow_plan
 from everystep.signals import SaveOnSignal, SignalHold
-from everystep.state.capture import Objects, capture
+from everystep.state.capture import capture
+from everystep.state.objects import Objects
 from everystep.state.ranks import Ranks
 from everystep.stats import StepLog
 from everystep.store import format as fmt

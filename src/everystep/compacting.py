@@ -9,7 +9,7 @@ import torch
 
 from everystep.agent.arena import available_bytes
 from everystep.recovery.classes import elsewhere, unfit
-from everystep.state.capture import Objects
+from everystep.state.objects import Objects
 from everystep.strategies import Deltas
 
 _log = logging.getLogger("everystep")
@@ -37,9 +37,7 @@ def compacts(objects: Objects, options: Deltas) -> bool:
 
 def _unable(objects: Objects) -> str | None:
     """Why a copy in the agent would not be had, or not be the same."""
-    parameters = [p for model in objects.models.values() for p in model.parameters()]
-    kinds = {type(optimizer) for optimizer in objects.optimizers.values()}
-    return elsewhere(parameters) or unfit(kinds)
+    return elsewhere(objects.parameters) or unfit(objects.kinds)
 
 
 def _pays(objects: Objects, options: Deltas) -> bool:

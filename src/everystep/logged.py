@@ -6,7 +6,6 @@ from __future__ import annotations
 import collections
 import logging
 import statistics
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
@@ -15,25 +14,18 @@ import msgspec
 from msgspec import Struct
 
 from everystep.agent import protocol as p
-from everystep.agent.client import Agent
 from everystep.agent.handover import Lost
 from everystep.blocking import Facts
 from everystep.checking import Checks
 from everystep.compacting import compacts
 from everystep.engine.meter import Cost
 from everystep.errors import UsageError
-from everystep.outcomes import Outcomes
 from everystep.pace import Chain, Pace
 from everystep.planning.failures import estimate_mtbf
 from everystep.planning.intervals import Choice, Costs, Limits
-from everystep.recorded import Recorded, facts_for_copies
+from everystep.recorded import Recorded, for_copies
 from everystep.recovery.classes import names_of, search_paths
-from everystep.staged import Recording
-from everystep.state.capture import Objects
-from everystep.state.ranks import Ranks
-from everystep.stats import StepLog
-from everystep.store.retention import Retention
-from everystep.store.run import StepEntry
+from everystep.staged import Given, Recording
 from everystep.strategies import Deltas
 from everystep.types import Json, StepRef
 
@@ -49,20 +41,8 @@ _FOLDS_KEPT = 64
 class Logged(Recorded):
     """A session whose steps go to the log, and now and then, in full, through staging memory."""
 
-    def __init__(
-        self,
-        facts: Facts,
-        objects: Objects,
-        ranks: Ranks,
-        agent: Agent,
-        options: Deltas,
-        retention: Retention,
-        known: Sequence[StepEntry],
-        pinned: Sequence[StepRef],
-        done: int,
-        log: StepLog,
-        outcomes: Outcomes,
-    ) -> None:
+    def __init__(self, given: Given, options: Deltas) -> None:
+        facts, objects = given.facts, given.objects
         self._options = options
         self._mtbf_s = options.mtbf_s or _mtbf_s(facts)
         self._pace = Pace()
@@ -70,7 +50,7 @@ class Logged(Recorded):
         self._beside = ThreadPoolExecutor(1, "everystep-plan")
         self._chosen: Future[Choice] | None = None
         self._handed: collections.deque[tuple[int, int]] = collections.deque()
-        self._chain = Chain(done)
+        self._chain = Chain(given.done)
         self._base: Cost | None = None
         self._compacts = compacts(objects, options)
         """The agent makes the full checkpoints after the first."""
@@ -83,16 +63,13 @@ class Logged(Recorded):
         self._not_folded: p.NotFolded | None = None
         recording = Recording(options.buffer_bytes)
         if self._compacts:
-            kinds = {type(optimizer) for optimizer in objects.optimizers.values()}
             recording = Recording(
-                options.buffer_bytes, replica=True, classes=names_of(kinds), paths=search_paths(),
-                compacts=True,
+                options.buffer_bytes, replica=True, compacts=True, classes=names_of(objects.kinds),
+                paths=search_paths(),
             )  # fmt: skip
-            facts = facts_for_copies(facts, objects)
-        super().__init__(
-            facts, objects, ranks, agent, options, options.full(compacts=self._compacts),
-            retention, known, pinned, done, log, outcomes, recording=recording,
-        )  # fmt: skip
+            given = for_copies(given)
+        full = options.full(compacts=self._compacts)
+        super().__init__(given, options, full, recording=recording)
         self._objects = objects
         self._checks = None if self._compacts else self._made_checks()  # a copy proves each step
         self._to_check: int | None = None
@@ -102,7 +79,8 @@ class Logged(Recorded):
             1 if options.batch == "auto" else options.batch,
         )
         self._obey()
-        self._record(objects, options, (done or None) if facts.unmoved else None, self._hand_over)
+        chained = (given.done or None) if facts.unmoved else None
+        self._record(objects, options, chained, self._hand_over)
 
     def _made_checks(self) -> Checks | None:
         """What replays the log beside training; None: it is not wanted, or cannot be."""
@@ -209,7 +187,7 @@ class Logged(Recorded):
         if why is not None:
             _log.warning("the agent's copy begins anew from step %s: %s", ref, why)
             self._engine.owe(wait=self._policy == "block")
-            self._agent.log.rebase()
+            self._rebase()
 
     def _end_copy(self, told: p.NotFolded) -> None:
         """The agent makes no full checkpoints any more. The log goes on, and other ranks' agents
@@ -241,7 +219,7 @@ class Logged(Recorded):
         self._chain.begin(step)
         if self._compacts:
             self._lost = False
-            self._agent.log.rebase()
+            self._rebase()
 
     def _fall_back(self, why: str) -> None:
         super()._fall_back(why)

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import Struct
 
 from everystep.agent import protocol as p
-from everystep.agent.client import Agent
 from everystep.agent.handover import Lost
 from everystep.agent.hosts import plan
-from everystep.blocking import Facts
 from everystep.engine.meter import Cost
-from everystep.outcomes import Outcomes
 from everystep.pace import Persisting
-from everystep.recorded import Recorded, facts_for_copies
+from everystep.recorded import Recorded, for_copies
 from everystep.recovery.classes import elsewhere, names_of, search_paths, unfit
-from everystep.staged import Recording
-from everystep.state.capture import Objects
-from everystep.state.ranks import Ranks
-from everystep.stats import StepLog
+from everystep.staged import Given, Recording
 from everystep.store.newest import Newest
-from everystep.store.retention import Retention
-from everystep.store.run import StepEntry
 from everystep.strategies import Full, Replica
 from everystep.types import Json, StepRef
 
@@ -36,20 +27,8 @@ class Mirrored(Recorded):
 
     strategy = "Replica"
 
-    def __init__(
-        self,
-        facts: Facts,
-        objects: Objects,
-        ranks: Ranks,
-        agent: Agent,
-        options: Replica,
-        retention: Retention,
-        known: Sequence[StepEntry],
-        pinned: Sequence[StepRef],
-        done: int,
-        log: StepLog,
-        outcomes: Outcomes,
-    ) -> None:
+    def __init__(self, given: Given, options: Replica) -> None:
+        facts, objects, ranks = given.facts, given.objects, given.ranks
         self._options = options
         self._lost: str | None = None
         """Why the agent has no replica now."""
@@ -60,23 +39,20 @@ class Mirrored(Recorded):
         self._noticed: str | None = None
         """The same, once a step is taken whole for it."""
         self._pace = Persisting(options.persist_every, options.mtbf_s, alike=ranks.world_size > 1)
-        kinds = {type(optimizer) for optimizer in objects.optimizers.values()}
-        parameters = [p for model in objects.models.values() for p in model.parameters()]
         super().__init__(
-            facts_for_copies(facts, objects), objects, ranks, agent, options, options.full(),
-            retention, known, pinned, done, log, outcomes,
+            for_copies(given), options, options.full(),
             recording=Recording(
-                options.buffer_bytes, options.log, True, names_of(kinds), search_paths(),
+                options.buffer_bytes, options.log, True, names_of(objects.kinds), search_paths(),
                 plan(Path(facts.run.backend.abilities.location), facts.number, ranks,
                      options.peers),
             ),
         )  # fmt: skip
-        reason = unfit(kinds) or elsewhere(parameters)
+        reason = unfit(objects.kinds) or elsewhere(objects.parameters)
         if reason is not None:
             self._fall_back(reason)
         else:  # the copy begins with a full checkpoint of this process
             self._record(objects, options, None, self._hand_over, plain=not options.log)
-        agent.log.persist_every(self._pace.every)
+        self._agent.log.persist_every(self._pace.every)
 
     def _note(self, message: Struct) -> None:
         """Take a message, in a thread of the agent's client."""
@@ -111,7 +87,7 @@ class Mirrored(Recorded):
 
     def _begin_chain(self, step: int, cost: Cost) -> None:
         self._base = cost
-        self._agent.log.rebase()
+        self._rebase()
 
     def close(self) -> None:
         """Stage what is under way, and hand over the last deltas. The agent goes on."""

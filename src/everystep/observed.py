@@ -13,7 +13,7 @@ from everystep.agent import protocol as p
 from everystep.engine.meter import Cost
 from everystep.engine.sampling import Gradients, Sampler
 from everystep.planning.facts import Facts
-from everystep.state.capture import Objects
+from everystep.state.objects import Objects
 from everystep.state.ranks import Ranks
 from everystep.state.shards import shard_of
 

@@ -4,22 +4,15 @@ in common."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from everystep.agent.client import Agent
-from everystep.blocking import Facts
 from everystep.engine.meter import Cost
 from everystep.engine.recorder import BEHIND, Recorder
 from everystep.errors import Unsupported
-from everystep.outcomes import Outcomes
 from everystep.saving import versions
-from everystep.staged import Recording, Staged
-from everystep.state.capture import Objects
-from everystep.state.ranks import Ranks
+from everystep.staged import Given, Recording, Staged
+from everystep.state.objects import Objects
 from everystep.state.shards import is_dtensor
-from everystep.stats import StepLog
-from everystep.store.retention import Retention
-from everystep.store.run import StepEntry
 from everystep.strategies import Deltas, Full, Replica, Shadow
 from everystep.types import Json, StepRef
 
@@ -35,14 +28,14 @@ _SMALL_BYTES = 2 << 20
 5 GB/s that takes a millisecond or two, beside training."""
 
 
-def facts_for_copies(facts: Facts, objects: Objects) -> Facts:
-    """Those of a session whose agents do each step again: a rank has its share in whole
+def for_copies(given: Given) -> Given:
+    """For a session whose steps are done again elsewhere: a rank has its share in whole
     parameters, since an optimizer computes with these."""
-    parameters = [p for model in objects.models.values() for p in model.parameters()]
-    if any(map(is_dtensor, parameters)):
+    facts = given.facts._replace(whole_parameters=True)
+    if any(map(is_dtensor, given.objects.parameters)):
         # what little is not sharded is not worth being shared out
         facts = facts._replace(share_replicas=False)
-    return facts._replace(whole_parameters=True)
+    return given._replace(facts=facts)
 
 
 class Recorded(Staged):
@@ -50,18 +43,9 @@ class Recorded(Staged):
 
     def __init__(
         self,
-        facts: Facts,
-        objects: Objects,
-        ranks: Ranks,
-        agent: Agent,
+        given: Given,
         options: Deltas | Replica | Shadow,
         full: Full,
-        retention: Retention,
-        known: Sequence[StepEntry],
-        pinned: Sequence[StepRef],
-        done: int,
-        log: StepLog,
-        outcomes: Outcomes,
         *,
         recording: Recording,
     ) -> None:
@@ -69,10 +53,7 @@ class Recorded(Staged):
         self._policy = options.policy
         self._gaps = 0
         self._chain_begun = False
-        super().__init__(
-            facts, objects, ranks, agent, full, retention, known, pinned, done, log, outcomes,
-            recording=recording,
-        )  # fmt: skip
+        super().__init__(given, full, recording=recording)
 
     def _record(
         self,
@@ -154,6 +135,11 @@ class Recorded(Staged):
 
     def _begin_chain(self, step: int, cost: Cost) -> None:
         """Deltas go on from the state after this step, which is stored in full."""
+
+    def _rebase(self) -> None:
+        """Have the agent's copy give way to a full checkpoint, after the deltas before that."""
+        if self._recorder is not None:
+            self._recorder.then(self._agent.log.rebase)
 
     def _fall_back(self, why: str) -> None:
         """Go on as `Full(every=1)` does."""

@@ -16,8 +16,8 @@ from everystep.mirrored import Mirrored
 from everystep.outcomes import Outcomes
 from everystep.recorded import Recorded
 from everystep.shadowed import Shadowed
-from everystep.staged import Staged
-from everystep.state.capture import Objects
+from everystep.staged import Given, Staged
+from everystep.state.objects import Objects
 from everystep.state.ranks import Ranks
 from everystep.stats import StepLog
 from everystep.store.retention import Retention, Upkeep
@@ -126,16 +126,18 @@ class Sessions:
         if agent is None:
             upkeep = Upkeep(facts.run, self._retention, ranks.rank, known, self._pinned)
             return Blocking(facts, objects, ranks, upkeep, done, log, outcomes)
-        beside = (self._retention, known, self._pinned, done, log, outcomes)
+        given = Given(
+            facts, objects, ranks, agent, self._retention, known, self._pinned, done, log, outcomes
+        )
         session: Staged
         if isinstance(options, Deltas):
-            session = Logged(facts, objects, ranks, agent, options, *beside)
+            session = Logged(given, options)
         elif isinstance(options, Replica):
-            session = Mirrored(facts, objects, ranks, agent, options, *beside)
+            session = Mirrored(given, options)
         elif isinstance(options, Shadow):
-            session = Shadowed(facts, objects, ranks, agent, options, *beside)
+            session = Shadowed(given, options)
         else:
-            session = Staged(facts, objects, ranks, agent, options, *beside)
+            session = Staged(given, options)
         if self._automatic is not None:
             self._automatic.watch(session)
         return session

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import Struct
 
 from everystep.agent import protocol as p
 from everystep.agent.certificates import is_installed
-from everystep.agent.client import Agent
 from everystep.agent.handover import Lost
 from everystep.agent.hosts import address
 from everystep.agent.wire import is_loopback
-from everystep.blocking import Facts
 from everystep.engine.meter import Cost
 from everystep.engine.sampled import SampledRecorder, unseen
-from everystep.outcomes import Outcomes
-from everystep.recorded import Recorded, facts_for_copies
+from everystep.recorded import Recorded, for_copies
 from everystep.recovery.classes import elsewhere, names_of, search_paths, unfit
-from everystep.staged import Recording
-from everystep.state.capture import Objects
-from everystep.state.ranks import Ranks
-from everystep.stats import StepLog
-from everystep.store.retention import Retention
-from everystep.store.run import StepEntry
+from everystep.staged import Given, Recording
 from everystep.strategies import Full, Shadow
 from everystep.types import Json, StepRef
 
@@ -48,20 +39,8 @@ class Shadowed(Recorded):
 
     strategy = "Shadow"
 
-    def __init__(
-        self,
-        facts: Facts,
-        objects: Objects,
-        ranks: Ranks,
-        agent: Agent,
-        options: Shadow,
-        retention: Retention,
-        known: Sequence[StepEntry],
-        pinned: Sequence[StepRef],
-        done: int,
-        log: StepLog,
-        outcomes: Outcomes,
-    ) -> None:
+    def __init__(self, given: Given, options: Shadow) -> None:
+        objects, ranks = given.objects, given.ranks
         self._options = options
         self._wanted: str | None = None
         """Why the shadow needs a state."""
@@ -70,18 +49,16 @@ class Shadowed(Recorded):
         self.in_shadow: int | None = None
         """The step to which the shadow has this rank's state; None: none is known of."""
         self._newest = 0
-        kinds = {type(optimizer) for optimizer in objects.optimizers.values()}
-        parameters = [p for model in objects.models.values() for p in model.parameters()]
         plan = shadow_plan(options)
         plan.hosts = [str(one) for one in ranks.gather(address())]
         super().__init__(
-            facts_for_copies(facts, objects), objects, ranks, agent, options, options.full(),
-            retention, known, pinned, done, log, outcomes,
+            for_copies(given), options, options.full(),
             recording=Recording(
-                options.buffer_bytes, False, True, names_of(kinds), search_paths(), shadow=plan
+                options.buffer_bytes, False, True, names_of(objects.kinds), search_paths(),
+                shadow=plan,
             ),
         )  # fmt: skip
-        reason = unfit(kinds) or elsewhere(parameters)
+        reason = unfit(objects.kinds) or elsewhere(objects.parameters)
         if not is_loopback(plan.host) and not is_installed():
             reason = "cryptography is not installed: pip install everystep[peers] on every host"
         if reason is None and options.tap == "wire":

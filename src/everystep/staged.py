@@ -22,7 +22,7 @@ from everystep.errors import StoreError, StoreFailed
 from everystep.outcomes import Outcomes
 from everystep.planning.partition import pieces_of
 from everystep.saving import source_of, versions
-from everystep.state.capture import Objects
+from everystep.state.objects import Objects
 from everystep.state.ranks import Ranks
 from everystep.state.tree import Held
 from everystep.stats import Entry, StepLog
@@ -64,6 +64,24 @@ class Recording(NamedTuple):
     """It folds what it has appended, and writes full checkpoints of it."""
 
 
+class Given(NamedTuple):
+    """What each session of a process is made with."""
+
+    facts: Facts
+    objects: Objects
+    ranks: Ranks
+    agent: Agent
+    retention: Retention
+    known: Sequence[StepEntry]
+    """Steps of the timeline that are there."""
+    pinned: Sequence[StepRef]
+    """Those to keep in any case."""
+    done: int
+    """Steps."""
+    log: StepLog
+    outcomes: Outcomes
+
+
 class Staged:
     """A session whose steps go through staging memory."""
 
@@ -75,23 +93,16 @@ class Staged:
 
     def __init__(
         self,
-        facts: Facts,
-        objects: Objects,
-        ranks: Ranks,
-        agent: Agent,
+        given: Given,
         options: Full,
-        retention: Retention,
-        known: Sequence[StepEntry],
-        pinned: Sequence[StepRef],
-        done: int,
-        log: StepLog,
-        outcomes: Outcomes,
         *,
         recording: Recording = Recording(),  # noqa: B008 - immutable
     ) -> None:
+        facts, objects, ranks, agent = given.facts, given.objects, given.ranks, given.agent
         self.timeline = facts.timeline
         self._facts, self._ranks, self._agent = facts, ranks, agent
-        self._log, self._outcomes, self._restored, self._newest_staged = log, outcomes, done, 0
+        self._log, self._outcomes = given.log, given.outcomes
+        self._restored, self._newest_staged = given.done, 0
         self._heard: collections.deque[Struct] = collections.deque()
         self._costs: collections.deque[tuple[Cost, Entry]] = collections.deque()
         agent.listen(self._listen)
@@ -113,9 +124,9 @@ class Staged:
                 peers=recording.peers,
                 shadow=recording.shadow,
                 linger_s=options.linger_s,
-                retention=retention,
-                known=list(known),
-                pinned=list(pinned),
+                retention=given.retention,
+                known=list(given.known),
+                pinned=list(given.pinned),
                 versions=versions(),
                 identity=facts.identity,
             )

@@ -16,7 +16,7 @@ from everystep.agent.arena import PAGE_BYTES, Arena, whole_pages
 from everystep.agent.memory import Overlay
 from everystep.errors import CannotRestore
 from everystep.recovery.restore import restore
-from everystep.state.capture import Objects
+from everystep.state.objects import Objects
 from everystep.state.ranks import Ranks
 from everystep.store import format as fmt
 from everystep.store.local import LocalBackend

@@ -17,7 +17,8 @@ from everystep.engine.device import CpuDevice, Device, Hash
 from everystep.engine.meter import Cost
 from everystep.engine.offload import Engine
 from everystep.state import raw
-from everystep.state.capture import Objects, capture
+from everystep.state.capture import capture
+from everystep.state.objects import Objects
 from everystep.state.ranks import Ranks
 from everystep.state.tree import Held
 from waiting import until

@@ -19,7 +19,7 @@ from everystep.engine import taken
 from everystep.engine.meter import Cost
 from everystep.engine.recorder import Recorder
 from everystep.errors import Unsupported
-from everystep.state.capture import Objects
+from everystep.state.objects import Objects
 from everystep.state.ranks import Ranks
 
 

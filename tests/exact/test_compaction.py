@@ -22,7 +22,7 @@ from everystep.agent.handover import seal_of
 from everystep.agent.image import Image
 from everystep.agent.sink import Room, Sealed
 from everystep.errors import CannotRestore
-from everystep.state.capture import Objects
+from everystep.state.objects import Objects
 from everystep.strategies import Deltas
 from everystep.types import StepRef
 from exact.logged import ALL, STORED, TRAINED, Make, fulls, prove_steps, states_of

@@ -32,7 +32,7 @@ from everystep.errors import (
 )
 from everystep.recovery import restore as restoring
 from everystep.recovery.part import read_part
-from everystep.state.capture import Objects
+from everystep.state.objects import Objects
 from everystep.state.ranks import Ranks
 from everystep.store.chains import Excluded
 from everystep.store.format import FORMAT, RunRecord

@@ -11,8 +11,9 @@ from torch.optim import Adam
 
 from everystep import Checkpointer
 from everystep.errors import Damaged, LayoutMismatch, Unsupported
-from everystep.state.capture import Objects, quiet_differences
+from everystep.state.capture import quiet_differences
 from everystep.state.form import check_form
+from everystep.state.objects import Objects
 from states import assert_same_state, rng_state, state_of
 from trips import BLOCKING, misfit, restore, restore_run, save_run, stored
 

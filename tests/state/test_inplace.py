@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from everystep.state import capture
-from everystep.state.capture import Objects
 from everystep.state.inplace import standing_slots
+from everystep.state.objects import Objects
 from trips import Holder, Stored, stored
 
 WIDE = 200

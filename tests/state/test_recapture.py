@@ -25,7 +25,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from everystep.errors import Unsupported
 from everystep.state import raw, watch
-from everystep.state.capture import Objects, capture
+from everystep.state.capture import capture
+from everystep.state.objects import Objects
 from everystep.state.recapture import Captured, Recapture
 from everystep.state.tree import Held
 from everystep.types import join_key

@@ -9,6 +9,7 @@ import socket
 import ssl
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ _MOST_GREETINGS = 64
 """So many may be about to show that they know the secret."""
 
 
-class Holder:
+class Holder(ABC):
     """Serves each connection in a thread of its own, once `_start_listening` is called.
 
     Args:
@@ -104,17 +105,17 @@ class Holder:
                 self._wires.discard(wire)
             wire.close()
 
+    @abstractmethod
     def _talk(self, wire: w.Wire) -> None:
         """Do what a caller that knows the secret wants, to its end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _copy_for(self, begin: p.Begin, wire: w.Wire) -> Copy:
         """An empty copy for an owner.
 
         Raises:
             StoreFailed: it is not to be kept here.
         """
-        raise NotImplementedError
 
     def _keep(self, begin: p.Begin, wire: w.Wire) -> None:
         """Keep a copy for whoever has connected, until it is gone."""
@@ -171,9 +172,9 @@ class Holder:
             if copies and self._must_rescue(copies):
                 self._rescue_all()
 
+    @abstractmethod
     def _must_rescue(self, copies: Sequence[Copy]) -> bool:
         """Whether the states of lost owners are to be written now."""
-        raise NotImplementedError
 
     def _hear_owners(self) -> None:
         """Wait until each owner has been heard once more, or is gone."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,7 +54,7 @@ class Base(NamedTuple):
         return self.is_written and slot.saved
 
 
-class Keeper:
+class Keeper(ABC):
     """Does what `_next` says, in one thread. All methods but `close` are called with `guard` held.
 
     Args:
@@ -127,9 +128,9 @@ class Keeper:
 
     # ------------------------------------------------------------ the thread
 
+    @abstractmethod
     def _next(self) -> Callable[[], None] | None:
-        """What to do now; None: nothing. Each kind of keeper says it."""
-        raise NotImplementedError
+        """What to do now; None: nothing."""
 
     def _pause_s(self) -> float:
         """After how long to look again, if nobody notifies."""

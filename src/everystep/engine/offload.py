@@ -27,7 +27,7 @@ from everystep.engine.tasks import Task, of_model, tasks_for, written_by_several
 from everystep.engine.window import Window
 from everystep.planning.hiding import Interval
 from everystep.state import raw
-from everystep.state.capture import Objects
+from everystep.state.objects import Objects
 from everystep.state.ranks import Ranks
 from everystep.state.recapture import Captured, Recapture
 from everystep.state.tree import Held

@@ -13,8 +13,8 @@ from everystep.deltas.delta import Parameter
 from everystep.engine.device import Device, device_for
 from everystep.engine.gradients import parameters_of
 from everystep.planning.partition import pieces_by_unit, pieces_of
-from everystep.state.capture import Objects
 from everystep.state.names import names_of
+from everystep.state.objects import Objects
 from everystep.state.optimizers import ELEMENTWISE, is_zero
 from everystep.state.ranks import Ranks
 from everystep.state.shards import is_dtensor, shard_of
@@ -86,7 +86,7 @@ class Shares:
 
 def accelerator(objects: Objects) -> Device | None:
     """How bytes leave the device that holds the parameters; None: they are in host memory."""
-    parameters = [p for model in objects.models.values() for p in model.parameters()]
+    parameters = objects.parameters
     if all(parameter.device.type == "cpu" for parameter in parameters):
         return None
     return device_for([shard_of(parameter)[0] for parameter in parameters])

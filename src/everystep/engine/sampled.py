@@ -21,8 +21,8 @@ from everystep.engine.recorder import Recorder
 from everystep.engine.taken import ABSENT, Step
 from everystep.errors import StoreFailed, Unsupported
 from everystep.state import raw
-from everystep.state.capture import Objects
 from everystep.state.names import ModelNames, names_of
+from everystep.state.objects import Objects
 from everystep.state.ranks import Ranks
 from everystep.types import Json, join_key
 

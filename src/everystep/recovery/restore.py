@@ -30,8 +30,8 @@ from everystep.recovery.plan import Plan, plan_restore
 from everystep.recovery.reach import How, blamed, by_name, read_chain
 from everystep.state import capture, raw
 from everystep.state.buckets import cold_wrappers
-from everystep.state.capture import Objects
 from everystep.state.inplace import standing_slots
+from everystep.state.objects import Objects
 from everystep.state.ranks import Ranks
 from everystep.state.tree import Decoder
 from everystep.store import format as fmt

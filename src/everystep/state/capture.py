@@ -9,15 +9,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
-from everystep.errors import Damaged, LayoutMismatch, Unsupported
+from everystep.errors import Damaged, LayoutMismatch
 from everystep.state import raw, rng
-from everystep.state.extras import apply_extra, capture_extras, check_extra
+from everystep.state.extras import apply_extra, capture_extras
 from everystep.state.inplace import prove_shared
 from everystep.state.loaders import apply_loader, capture_loader, is_loader
 from everystep.state.names import ModelNames, names_of
+from everystep.state.objects import Objects
 from everystep.state.optimizers import (
     Owners,
     apply_optimizer,
@@ -27,43 +26,6 @@ from everystep.state.optimizers import (
 from everystep.state.shards import Meshes, shard_of
 from everystep.state.tree import Decoder, Encoder, Held
 from everystep.types import Json, TensorSpec, join_key, split_key
-
-
-@dataclass(frozen=True)
-class Objects:
-    """What a run is made of. Each mapping is from the user's name to the live object."""
-
-    models: Mapping[str, nn.Module]
-    optimizers: Mapping[str, Optimizer]
-    extras: Mapping[str, Any]
-
-    @staticmethod
-    def of(
-        model: nn.Module | Mapping[str, nn.Module],
-        optimizer: Optimizer | Mapping[str, Optimizer] | None,
-        extras: Mapping[str, Any] | None,
-    ) -> Objects:
-        """Name single objects `model` and `optimizer`, and refuse what cannot be stored.
-
-        Raises:
-            Unsupported: an argument is of the wrong type.
-        """
-        models = _named(model, "model", nn.Module)
-        optimizers = {} if optimizer is None else _named(optimizer, "optimizer", Optimizer)
-        for name, extra in (extras or {}).items():
-            check_extra(name, extra)
-        return Objects(models, optimizers, dict(extras or {}))
-
-
-def _named(given: Any, name: str, kind: type) -> dict[str, Any]:
-    named = dict(given) if isinstance(given, Mapping) else {name: given}
-    for key, thing in named.items():
-        if not isinstance(thing, kind) or not isinstance(key, str) or not key:
-            raise Unsupported(
-                f"{name}={type(thing).__qualname__}: not a {kind.__name__}",
-                hint="hand over what is neither model nor optimizer in extras={…}",
-            )
-    return named
 
 
 @dataclass(frozen=True)

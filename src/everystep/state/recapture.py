@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 
 from everystep.state import raw, rng
 from everystep.state.capture import (
-    Objects,
     State,
     capture,
     capture_beside,
     capture_extra_state,
 )
 from everystep.state.names import ModelNames, names_of
+from everystep.state.objects import Objects
 from everystep.state.shards import is_dtensor, shard_of
 from everystep.state.slots import Changed, Slots, by_memory_of
 from everystep.state.tree import Encoder, Held
