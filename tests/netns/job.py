@@ -24,6 +24,7 @@ from everystep.agent.mirror import Mirror
 from everystep.agent.shadow_copy import Keeping
 from everystep.agent.shadow_wire import WireSource
 from everystep.store import addresses as at
+from everystep.tap.following import Followed
 from everystep.tap.live import Live
 from everystep.tap.pieces import Frames
 from everystep.types import join_key
@@ -201,11 +202,14 @@ def shadow(
     persist_every: int,
     host: str | None = None,
     interface: str | None = None,
+    capture: str | None = None,
     loss: float = 0.0,
 ) -> None:
     """A shadow until SIGTERM, which tells the digests of each rank's part at each step.
 
     Args:
+        interface: that it reads, or
+        capture: the file.
         loss: of all frames of the mirror, this share is lost between two SIGUSR1.
     """
     if host is not None:
@@ -240,13 +244,21 @@ def shadow(
         live = Lossy(interface, loss)
         signal.signal(signal.SIGUSR1, lambda number, frame: live.turn())
         source = WireSource(live, say)
+    elif capture is not None:
+        source = WireSource(Followed(capture), say)
     one = process.Shadow(
-        Keeping(path=Path(folder), persist_every=persist_every, keep_last=2), address, port,
-        at.read_secret(Path(token_file)), source,
-        say,
+        Keeping(path=Path(folder), persist_every=persist_every, keep_last=2),
+        address, port, at.read_secret(Path(token_file)), source, say,
     )  # fmt: skip
     _tell("listens", one.port)
     while not ended:
         select.select([reader], [], [], 60.0)
     one.close()
     _tell("ended", 0)
+
+
+def capture(host: str, interface: str, path: str) -> None:
+    """Write all frames of a host's interface to a file, as another program does it."""
+    move_to(host)
+    command = ["dumpcap", "-q", "-i", interface, "-s", "0", "-B", "256", "-w", path]
+    os.execvp(command[0], command)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,7 +68,7 @@ class Scene:
         self.shadow = self.watching.start(
             "netns.job.shadow", self.shadow_out, folder=str(self._folder / "shadow"),
             address=self.watching.address, port=PORT, token_file=str(self._token),
-            persist_every=50, interface=mirror.INTERFACE, **options,
+            **{"persist_every": 50, "interface": mirror.INTERFACE} | options,
         )  # fmt: skip
         until(lambda: told(self.shadow_out, "listens"), DEADLINE_S, "the shadow to listen")
 
@@ -174,6 +175,28 @@ def test_what_the_mirror_loses_is_asked_for(
     scene.end()
     assert proved(folded(scene.shadow_out), scene.lives()) > 20
     assert last(scene.out(1, 0))["strategy"] == "Shadow"
+
+
+def test_steps_are_had_out_of_a_capture_that_is_being_written(
+    all_hosts: list[Host], run_dir: Path, tmp_path: Path
+) -> None:
+    """Another program captures; the shadow reads its file, and has every bit."""
+    if shutil.which("dumpcap") is None:
+        pytest.skip("needs the command dumpcap")
+    scene = Scene(all_hosts, 2, run_dir, tmp_path)
+    captured, folder = tmp_path / "port.pcapng", tmp_path / "dumpcap"
+    dumpcap = scene.watching.start(
+        "netns.job.capture", folder, interface=mirror.INTERFACE, path=str(captured)
+    )
+    until(captured.exists, DEADLINE_S, "the capture to begin")
+    scene.watch(interface=None, capture=str(captured))
+    scene.train(1, ENDLESS)
+    scene.until_in_shadow(SOON, DEADLINE_S)
+    scene.kill()
+    scene.end()
+    dumpcap.kill(signal.SIGTERM)
+    dumpcap.wait(DEADLINE_S)
+    assert proved(folded(scene.shadow_out), scene.lives()) > SOON - 10
 
 
 def test_noise_on_gradients_ends_in_full_checkpoints(

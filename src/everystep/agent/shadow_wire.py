@@ -15,12 +15,12 @@ from everystep.agent.shadow_copy import NotSeen, Unexplained
 from everystep.deltas.delta import Delta, Form, Layout
 from everystep.deltas.packing import pack, unpack, unpack_layout
 from everystep.deltas.samples import ON_WIRE, Reduced
-from everystep.errors import CaptureFailed, Damaged
+from everystep.errors import Damaged, TapError
 from everystep.recovery.explained import explained
 from everystep.tap.buckets import Bucket, ByParameter
 from everystep.tap.gloo import Gloo
 from everystep.tap.gradients import Gradients, Lacking
-from everystep.tap.live import Live
+from everystep.tap.live import Mirror
 from everystep.tap.packets import Parser
 from everystep.tap.reduced import Reader
 
@@ -28,8 +28,6 @@ WAIT_S = 3.0
 """What has not been seen so long after its record has come was not mirrored."""
 
 _LOOK_S = 0.05
-_QUIET_S = 0.1
-"""Where no frame has come for so long, none of those before is on its way."""
 
 _MOST_KEPT = 16
 """Steps whose gradients wait for a rank that needs its part of them."""
@@ -39,15 +37,15 @@ class WireSource:
     """Captures in a thread of its own, from `begin` to `close`. See `GradientSource`.
 
     Args:
-        live: the mirror; it is closed in the end.
+        mirror: where frames come from; it is closed in the end.
         say: takes sentences for the user, and how urgent they are.
         budget_bytes: of reduced buffers that wait for their records.
     """
 
     def __init__(
-        self, live: Live, say: Callable[[int, str], None], budget_bytes: int = 8 << 30
+        self, mirror: Mirror, say: Callable[[int, str], None], budget_bytes: int = 8 << 30
     ) -> None:
-        self._live, self._say, self._budget_bytes = live, say, budget_bytes
+        self._mirror, self._say, self._budget_bytes = mirror, say, budget_bytes
         self._changed = threading.Condition()
         self._gradients: Gradients | None = None
         self._session: tuple[int, int] | None = None
@@ -59,6 +57,9 @@ class WireSource:
         self._found: collections.OrderedDict[int, ByParameter | Lacking] = collections.OrderedDict()
         self._lost: int | None = None
         self._stop = False
+        self._problem: str | None = None
+        """Why nothing is seen any more."""
+        self._is_behind = False
         self._thread = threading.Thread(target=self._work, name="everystep-tap", daemon=True)
         self._thread.start()
 
@@ -116,7 +117,9 @@ class WireSource:
         wrong = 0
         while True:
             with self._changed:
-                is_over = self._stop or time.monotonic() > ends_s
+                if self._is_behind:  # what is on its way here may have been seen in time
+                    ends_s = time.monotonic() + WAIT_S
+                is_over = self._is_over or time.monotonic() > ends_s
                 taken, is_new = self._take(delta.step, is_over=is_over)
                 if taken is None:
                     self._changed.wait(_LOOK_S)
@@ -125,7 +128,7 @@ class WireSource:
                 continue
             if isinstance(taken, Lacking):
                 kind = Unexplained if wrong and not taken.ranges else NotSeen
-                raise kind(f"gradients: {taken.what}", step=delta.step)
+                raise kind(f"gradients: {self._problem or taken.what}", step=delta.step)
             found = explained(delta, layout, taken)
             with self._changed:
                 if found is not None:
@@ -159,14 +162,20 @@ class WireSource:
         while len(self._found) > _MOST_KEPT:
             self._found.popitem(last=False)
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether nothing will be seen any more."""
+        return self._stop or self._problem is not None
+
     # ------------------------------------------------------------ the thread
 
     def _work(self) -> None:
         dropped = 0
         try:
             while not self._stop:
-                frames = self._live.next(_QUIET_S)
+                frames = self._mirror.next(self._mirror.quiet_s)
                 with self._changed:
+                    self._is_behind = self._mirror.is_behind
                     if self._gradients is None:
                         continue
                     if frames is None:
@@ -174,11 +183,14 @@ class WireSource:
                     else:
                         self._gradients.feed(frames)
                     self._changed.notify_all()
-                if frames is None and (now := self._live.drops().dropped) > dropped:
+                if frames is None and (now := self._mirror.drops().dropped) > dropped:
                     self._say(logging.WARNING, f"the kernel dropped {now - dropped:,} frames")
                     dropped = now
-        except CaptureFailed as error:
-            self._say(logging.ERROR, error.headline())
+        except TapError as error:
+            self._say(logging.ERROR, str(error))
+            with self._changed:
+                self._problem, self._is_behind = error.headline(), False
+                self._changed.notify_all()
 
     def close(self) -> None:
         """End the capture."""
@@ -186,7 +198,7 @@ class WireSource:
             self._stop = True
             self._changed.notify_all()
         self._thread.join()
-        self._live.close()
+        self._mirror.close()
 
 
 def _packed(delta: Delta) -> memoryview:

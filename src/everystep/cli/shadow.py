@@ -7,13 +7,17 @@ import select
 import signal
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from msgspec import Struct
 
 from everystep.cli.output import Block, Line, Output, tell
 from everystep.cli.target import AsJson
+from everystep.errors import UsageError
+
+if TYPE_CHECKING:
+    from everystep.agent.shadow_copy import GradientSource, Keeping
 
 EXAMPLE = "everystep shadow runs/copy --listen 10.0.0.9:7700 --token-file token --tap eth1"
 
@@ -50,6 +54,15 @@ def shadow(
             ' gradients are sent (Shadow(tap="software")).',
         ),
     ] = None,
+    capture: Annotated[
+        Path | None,
+        typer.Option(
+            "--capture",
+            metavar="FILE",
+            help="In place of --tap: a pcap or pcapng file that another program writes what is"
+            " mirrored to, or a pipe. It is read from its beginning, and followed.",
+        ),
+    ] = None,
     persist_every: Annotated[
         int, typer.Option("--persist-every", metavar="N", help="Steps between two writings.", min=1)
     ] = 100,
@@ -64,7 +77,11 @@ def shadow(
     on the network, compares, writes the state now and then, and gives it to a trainer that
     restarts. SIGINT or SIGTERM: it writes the newest step first.
     """
-    record = _hold(run, listen, token_file, tap, persist_every, keep_last)
+    # loaded when it is called: the help of all commands must not wait for torch
+    from everystep.agent.shadow_copy import Keeping
+
+    keeping = Keeping(path=run, persist_every=persist_every, keep_last=keep_last)
+    record = _hold(keeping, listen, token_file, tap, capture)
     lines = [Line(f"rank {rank}: step {step}") for rank, step in record.steps.items()]
     blocks: list[Block] = [*lines] or [Line("nothing was held")]
     Output(as_json).show(record, blocks)
@@ -72,12 +89,10 @@ def shadow(
 
 
 def _hold(
-    run: Path, listen: str, token_file: Path, tap: str | None, persist_every: int, keep_last: int
+    keeping: Keeping, listen: str, token_file: Path, tap: str | None, capture: Path | None
 ) -> Held:
     """Until a signal; returns what was held then."""
-    # loaded when it is called: the help of all commands must not wait for torch
     from everystep.agent.shadow import Shadow
-    from everystep.agent.shadow_copy import GradientSource, Keeping
     from everystep.store import addresses as at
     from everystep.strategies import parse_place
 
@@ -86,19 +101,9 @@ def _hold(
         at.make_secret(token_file)
         tell(f"{token_file} is new: give each training host a copy that only its user may read")
     token = at.read_secret(token_file)
-
-    def say(level: int, text: str) -> None:
-        tell(text)
-
-    source: GradientSource | None = None
-    if tap is not None:
-        from everystep.agent.shadow_wire import WireSource
-        from everystep.tap.live import Live
-
-        source = WireSource(Live(tap, roce=False, tcp_ports=None), say)
-    keeping = Keeping(path=run, persist_every=persist_every, keep_last=keep_last)
+    source = _source(tap, capture)
     try:
-        one = Shadow(keeping, host, port, token, source, say)
+        one = Shadow(keeping, host, port, token, source, _say)
     except BaseException:
         if source is not None:
             source.close()
@@ -106,9 +111,29 @@ def _hold(
     with _Signals() as ended:
         tell(f"listening on {host}:{port}")
         ended.wait()
-        record = Held(run=str(run), steps={str(rank): step for rank, step in one.kept.items()})
+        steps = {str(rank): step for rank, step in one.kept.items()}
+        record = Held(run=str(keeping.path), steps=steps)
         one.close()
     return record
+
+
+def _source(tap: str | None, capture: Path | None) -> GradientSource | None:
+    """Where gradients are read that are not sent."""
+    if tap is None and capture is None:
+        return None
+    if tap is not None and capture is not None:
+        raise UsageError("--tap and --capture: gradients are read in one place")
+    from everystep.agent.shadow_wire import WireSource
+    from everystep.tap.following import Followed
+    from everystep.tap.live import Live
+
+    if capture is not None:
+        return WireSource(Followed(capture), _say)
+    return WireSource(Live(tap or "", roce=False, tcp_ports=None), _say)
+
+
+def _say(level: int, text: str) -> None:
+    tell(text)
 
 
 class _Signals:

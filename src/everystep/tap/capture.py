@@ -84,7 +84,8 @@ class File:
         self.is_cut = False
         """Whether the file ended inside a block. Known at the end."""
         self._data = data
-        self._at = 0
+        self._at = self._before = 0
+        self._frames = 0
         self._big = False
         self._interfaces = np.empty(0, _INTERFACE)
         self._ns_per_tick = 0
@@ -110,13 +111,27 @@ class File:
         self._data = np.empty(0, np.uint8)
         self._at = 0
 
+    def go_on(self, data: Bytes) -> None:
+        """Read on in other bytes, once all frames of those before have been had.
+
+        Args:
+            data: begins with `rest`.
+        """
+        self._before += self._at
+        self._data, self._at = data, 0
+
+    @property
+    def rest(self) -> Bytes:
+        """What comes after the last whole block."""
+        return self._data[self._at :]
+
     def __iter__(self) -> Iterator[Frames]:
         """Every frame, once.
 
         Raises:
             NotACapture: the file contradicts itself; frames before that have been given.
         """
-        first, why = 1, _ASK
+        why = _FULL
         rows = np.empty(BATCH_FRAMES, FRAME)
         while why in (_FULL, _ASK) and len(self._data):
             if why == _ASK and self.is_pcapng and not self._describe():
@@ -124,8 +139,8 @@ class File:
                 break
             self._at, count, why = self._index(rows)
             if count:
-                yield Frames(self._data, rows[:count], first)
-                first += count
+                yield Frames(self._data, rows[:count], self._frames + 1)
+                self._frames += count
                 rows = np.empty(BATCH_FRAMES, FRAME)
         if why == _BAD:
             raise self._damaged("a block contradicts itself")
@@ -140,7 +155,10 @@ class File:
 
     def _damaged(self, message: str) -> NotACapture:
         return NotACapture(
-            message, path=self.path, at=self._at, hint="the frames before it can be used"
+            message,
+            path=self.path,
+            at=self._before + self._at,
+            hint="the frames before it can be used",
         )
 
     def _begin_pcap(self, magic: bytes) -> None:
@@ -214,6 +232,11 @@ def _ticks(resolution: int) -> int:
     return ticks if ticks < 1 << 64 else 0
 
 
+def not_read(path: str, error: Exception) -> NotACapture:
+    """What to raise where a file cannot be read."""
+    return NotACapture(f"cannot be read: {error}", path=path)
+
+
 def _mapped(path: str) -> Bytes:
     """The file's bytes, read-only.
 
@@ -226,7 +249,7 @@ def _mapped(path: str) -> Bytes:
                 raise NotACapture("the file is empty", path=path)
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
-        raise NotACapture(f"cannot be read: {error}", path=path) from error
+        raise not_read(path, error) from error
     mapping.madvise(mmap.MADV_SEQUENTIAL)
     return np.frombuffer(mapping, np.uint8)
 

@@ -10,6 +10,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Protocol
 
 import numpy as np
 from msgspec import Struct
@@ -47,11 +48,43 @@ class Drops(Struct, frozen=True):
     """How often the ring was full."""
 
 
+class Mirror(Protocol):
+    """Frames that come as time goes on; for one thread at a time."""
+
+    quiet_s: float
+    """Where no frame has come for so long, none of those before is on its way."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is much that has not been had yet, although it was seen long ago."""
+        ...
+
+    def next(self, timeout_s: float) -> Frames | None:
+        """The next batch; None if none comes within `timeout_s` seconds. The last one may be gone.
+
+        Raises:
+            TapError: none will come any more.
+        """
+        ...
+
+    def drops(self) -> Drops:
+        """What was counted so far."""
+        ...
+
+    def close(self) -> None:
+        """End; a second time: no effect."""
+        ...
+
+
 class Live:
     """Frames of an interface from a memory-mapped ring (AF_PACKET, TPACKET_V3); a context manager.
 
     A batch lies in the ring itself: it is valid until the next one is asked for.
     """
+
+    quiet_s = 0.1
+    is_behind = False
+    """What does not fit the ring is dropped: it is never far."""
 
     def __init__(
         self,
