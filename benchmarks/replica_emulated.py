@@ -36,7 +36,7 @@ class Dense:
     def __init__(self, quick: bool, *, fused: bool) -> None:
         self.model = make_state(quick)[0]
         self.parameters = list(self.model.parameters())
-        self.optimizer = torch.optim.AdamW(self.parameters, fused=fused or None)
+        self.optimizer = torch.optim.AdamW(self.parameters, fused=fused, foreach=not fused)
         self._sets = [[torch.randn_like(p) for p in self.parameters] for _ in range(_SETS)]
         self._turn = 0
         self.put_next()

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from everystep.deltas.delta import Delta, Layout, Parameter, Stored, Update
 from everystep.deltas.encodings import encode
-from everystep.recovery.fold import Folded, fold
+from everystep.recovery.fold import Folded, Folding, fold
 from everystep.recovery.proof import Step
 from everystep.state import capture, raw
 from everystep.state.capture import State
@@ -193,12 +193,25 @@ class Recording:
         for handle in self._handles:
             handle.remove()
 
-    def folded(self, classes: Mapping[str, type[Optimizer]] | None = None, **kwargs: Any) -> Folded:
-        """The full checkpoint and all deltas, folded."""
-        full = self.full
-        return fold(
-            full.tree, full.specs, full.tensors(), self.steps, classes=classes or {}, **kwargs
-        )
+    def folded(
+        self,
+        classes: Mapping[str, type[Optimizer]] | None = None,
+        *,
+        at_once: bool = True,
+        **kwargs: Any,
+    ) -> Folded:
+        """The full checkpoint and all deltas, folded as a restore does.
+
+        Args:
+            at_once: False: one after the other, as a replica does.
+        """
+        start = self.full.tree, self.full.specs, self.full.tensors()
+        if at_once:
+            return fold(*start, self.steps, classes=classes or {}, **kwargs)
+        folding = Folding(*start, classes=classes or {}, **kwargs)
+        for step in self.steps:
+            folding.advance(step)
+        return folding.result()
 
     def assert_folds(self, **kwargs: Any) -> Folded:
         """The fold gives what a full checkpoint of now would be read as."""

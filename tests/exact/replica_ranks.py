@@ -13,6 +13,7 @@ from crash.trainer import Job
 from everystep import Replica, Retention
 from everystep.agent.mirror import Mirror
 from everystep.errors import Damaged
+from everystep.recovery import blocks
 from exact import logged_ranks
 from exact.ranks import join, leave
 from waiting import until
@@ -22,6 +23,8 @@ def main(phase: str, folder: str, rank: int, world_size: int) -> None:
     """Run one phase of all scenes."""
     every: Any = Replica(persist_every=1, slices=2)
     logged_ranks.LOGGED = every
+    if rank == 0:  # which folds block by block what can be cut, and the other whole tensors
+        blocks.BLOCK_ELEMENTS = 64
     with agents_in_threads():
         logged_ranks.main(phase, folder, rank, world_size)
 

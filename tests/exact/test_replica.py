@@ -17,6 +17,7 @@ from agent.replica_scenes import agents_in_threads
 from everystep import Replica
 from everystep.agent.client import Agent
 from everystep.agent.sink import Room
+from everystep.recovery import blocks
 from everystep.strategies import Deltas
 from everystep.types import StepRef
 from exact.logged import ALL, STORED, TRAINED, Make, fulls, prove, prove_steps, states_of, store
@@ -69,8 +70,10 @@ def store_and_wait(make: Make, run: Path, strategy: Any, step: int) -> Scene:
 
 @pytest.mark.parametrize("case", [case for case in LOGGED if case != GROWS], ids=str)
 def test_the_agent_does_every_step_again(
-    case: Case, run_dir: Path, caplog: pytest.LogCaptureFixture
+    case: Case, run_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 64)  # what can be cut is folded block by block
+
     def make(seed: int) -> Scene:
         return build(*case, seed=seed)
 

@@ -20,7 +20,7 @@ def _small_blocks(
 ) -> Iterator[None]:
     if request.param == "torch":
         monkeypatch.setattr(adam, "kernel", None)
-        monkeypatch.setattr(adam, "_variant", lambda: None)
+        monkeypatch.setattr(adam, "_variant", lambda foreach: None)
     monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 1024)
     before = torch.get_num_threads()
     torch.set_num_threads(1)

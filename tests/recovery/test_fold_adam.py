@@ -33,7 +33,8 @@ kernel = adam.kernel
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    assert adam._variant() is not None  # after the trial, which would be counted too
+    for foreach in (False, True):  # after the trial, which would be counted too
+        assert adam._variant(foreach) is not None
     made = Counted()
     monkeypatch.setattr(adam, "kernel", made)
     return made
@@ -74,40 +75,46 @@ def _recorded(kind: Any, sizes: list[int], steps: int, **options: Any) -> Record
 
 @pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
 @pytest.mark.parametrize("size", [1, 7, 64, 65, 1023, 100_003])
-def test_bits_of_torch_at_any_size(kind: Any, size: int) -> None:
+@pytest.mark.parametrize("foreach", [False, True])
+def test_bits_of_torch_at_any_size(kind: Any, size: int, foreach: bool) -> None:
     generator = torch.Generator().manual_seed(size)
     values = torch.randn(4, size, generator=generator)
     values *= torch.exp(20 * torch.randn(4, size, generator=generator))
     values[2] = values[2].square()
-    variant = adam._variant()
+    variant = adam._variant(foreach)
     assert variant is not None
-    assert adam.agrees(kind, {"lr": 0.1, "weight_decay": 0.0}, 41.0, values, variant)
+    options = {"lr": 0.1, "weight_decay": 0.0, "foreach": foreach}
+    assert adam.agrees(kind, options, 41.0, values, variant)
 
 
-def test_the_trial_notices_another_rounding() -> None:
-    variant = adam._variant()
+@pytest.mark.parametrize("foreach", [False, True])
+def test_the_trial_notices_another_rounding(foreach: bool) -> None:
+    variant = adam._variant(foreach)
     assert variant is not None
-    assert all(adam._trials(variant))
+    assert all(adam._trials(variant, foreach))
     for other in (variant._replace(fused=variant.fused ^ bit) for bit in (1, 2)):
-        assert not any(adam._trials(other))
+        assert not any(adam._trials(other, foreach))
     if variant.root:
-        assert not any(adam._trials(variant._replace(root=0)))
+        assert not any(adam._trials(variant._replace(root=0), foreach))
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("slices", [1, 3, 16, 1024])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_all_forms_of_gradients_in_the_compiled_loop(
-    slices: int, ranks: int, counted: Counted
+    slices: int, ranks: int, foreach: bool, at_once: bool, counted: Counted
 ) -> None:
     sizes = [1, 5, 5000, 100_003, 70_001]
-    _recorded(optim.AdamW, sizes, 12, slices=slices, ranks=ranks).assert_folds(threads=2)
+    recording = _recorded(optim.AdamW, sizes, 12, slices=slices, ranks=ranks, foreach=foreach)
+    recording.assert_folds(threads=2, at_once=at_once)
     assert counted.steps >= 12 * len(sizes) - 3
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"amsgrad": True}, {"maximize": True}, {"foreach": True}, {"fused": True},
+        {"amsgrad": True}, {"maximize": True}, {"fused": True},
         {"betas": (0.5, 0.999)}, {"betas": (0.0, 0.999)}, {"lr": torch.tensor(0.1)},
         {"weight_decay": 0.1},
     ],

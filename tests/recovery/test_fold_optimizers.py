@@ -10,7 +10,7 @@ from torch import optim
 from everystep.recovery import blocks
 from folding import Bag, Recording, random_gradients
 
-SIZES = [1, 63, 64, 65, 1000, 40_003]
+SIZES = [0, 1, 63, 64, 65, 1000, 40_003]
 """torch divides the last among two threads: it is above 32,768."""
 
 _PLAIN: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
@@ -93,5 +93,7 @@ def record(
 def test_every_optimizer_of_torch(
     kind: type[optim.Optimizer], options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    record(kind, options, dtype, 3).assert_folds(threads=2)
+    recording = record(kind, options, dtype, 3)
+    recording.assert_folds(threads=2)
+    recording.assert_folds(threads=2, at_once=False)
     assert torch.get_num_threads() == 2

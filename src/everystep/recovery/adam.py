@@ -30,7 +30,7 @@ else:
     kernel = _adam
 
 _KINDS = (torch.optim.Adam, torch.optim.AdamW)
-_FLAGS = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable")
+_FLAGS = ("amsgrad", "maximize", "fused", "capturable", "differentiable")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STEP = np.dtype([("at", "u8"), ("values", "u8"), ("count", "i8"), ("numbers", "f4", 8)])
 """As in _adam.c."""
@@ -77,7 +77,9 @@ class Plan:
                 if call.scale is not None or not all(map(self._is_plain, options)):
                     return
                 paired[-1].append((call, options))
-        found = _variant()
+        groups = [group for of_step in paired for _, its in of_step for group in its]
+        ways = {bool(group.get("foreach")) for group in groups}
+        found = _variant(ways.pop()) if len(ways) == 1 else None
         if found is None:
             return
         self._variant = found
@@ -205,13 +207,17 @@ _COUNTS = (0.0, 6.0, 12_345.0, 3e6)
 
 
 @functools.cache
-def _variant() -> _Variant | None:
-    """The one that has torch's bits in this process; None: not one."""
+def _variant(foreach: bool) -> _Variant | None:
+    """The one that has torch's bits in this process; None: not one.
+
+    Args:
+        foreach: of many tensors in one call, or of one after the other.
+    """
     if kernel is None:
         return None
     roots = dict.fromkeys((_root_of_mkl() or 0, 0))
     variants = itertools.starmap(_Variant, itertools.product((3, 0, 1, 2), roots))
-    return next((one for one in variants if all(_trials(one))), None)
+    return next((one for one in variants if all(_trials(one, foreach))), None)
 
 
 def _root_of_mkl() -> int | None:
@@ -223,9 +229,9 @@ def _root_of_mkl() -> int | None:
     return ctypes.cast(found, ctypes.c_void_p).value
 
 
-def _trials(variant: _Variant) -> Iterator[bool]:
+def _trials(variant: _Variant, foreach: bool) -> Iterator[bool]:
     for number, (options, count) in enumerate(zip(_OPTIONS, _COUNTS, strict=True)):
-        values = _values(number)
+        values, options = _values(number), options | {"foreach": foreach}
         yield agrees(torch.optim.AdamW, options, count, values, variant)
         yield agrees(torch.optim.Adam, options | {"weight_decay": 0.0}, count, values, variant)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -29,6 +29,9 @@ from everystep.state.optimizers import ELEMENTWISE
 from everystep.types import spoken
 
 BLOCK_ELEMENTS = 1 << 17
+"""Where several steps are folded onto each."""
+_ALONE = 4
+"""Blocks are so many times larger for one step, which finds none of them in the cache."""
 
 _SINGLE = (torch.float32, torch.float64)
 
@@ -50,6 +53,18 @@ def can_be_cut(kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.d
 
 def _adds_nothing(options: Mapping[str, Any]) -> bool:
     return options.get("weight_decay") == 0 or bool(options.get("decoupled_weight_decay"))
+
+
+def pays(replays: Collection[Replay]) -> bool:
+    """Whether to cut for one step alone. Most of torch's make temporary tensors as large as
+    parameters, whose memory costs more to get than their arithmetic; SGD and fused ones do not."""
+    groups = [group for replay in replays for group in replay.groups]
+    elements = sum(parameter.numel() for group in groups for parameter in group["params"])
+    return (
+        elements >= _ALONE * BLOCK_ELEMENTS
+        and not any(group.get("fused") for group in groups)
+        and not any(type(replay.optimizer) is torch.optim.SGD for replay in replays)
+    )
 
 
 def has_all_slots(replay: Replay, parameter: torch.Tensor, group: Mapping[str, Any]) -> bool:
@@ -110,7 +125,8 @@ def fold_blocks(
     Raises:
         CannotRestore, Damaged: a step cannot be done again, or a hash was not taken.
     """
-    tasks = [(replay, task) for replay in replays.values() for task in _tasks(replay, work.slices)]
+    size = BLOCK_ELEMENTS * (_ALONE if len(work.calls) == 1 else 1)
+    tasks = [(r, task) for r in replays.values() for task in _tasks(r, work.slices, size)]
     tasks.sort(key=lambda pair: -_elements(pair[1]))
     found: Found = []
     with intra_op_threads(1), ThreadPoolExecutor(threads, "everystep-fold") as pool:
@@ -158,15 +174,15 @@ def _elements(task: _Task) -> int:
     return sum(portion.stop - portion.start for block in task for portion in block)
 
 
-def _tasks(replay: Replay, slices: int) -> Iterator[_Task]:
+def _tasks(replay: Replay, slices: int, size: int) -> Iterator[_Task]:
     small: list[_Portion] = []
-    room = BLOCK_ELEMENTS
+    room = size
     for position, parameter in enumerate(replay.parameters):
         elements = parameter.numel()
-        if elements <= BLOCK_ELEMENTS or not _is_flat(replay, parameter):
+        if elements <= size or not _is_flat(replay, parameter):
             if small and elements > room:
                 yield [small]
-                small, room = [], BLOCK_ELEMENTS
+                small, room = [], size
             small.append(_Portion(position, 0, elements, True))
             room -= elements
             continue
@@ -174,14 +190,11 @@ def _tasks(replay: Replay, slices: int) -> Iterator[_Task]:
         if elements >= LARGE_BYTES:  # what is hashed at one step stays in one task
             share = -(-elements // slices)
             length = -(-share // CUT_ELEMENTS) * CUT_ELEMENTS
-            length *= max(1, BLOCK_ELEMENTS // length)
+            length *= max(1, size // length)
         for first in range(0, elements, length):
             last = min(first + length, elements)
-            cuts = range(first, last, BLOCK_ELEMENTS)
-            yield [
-                [_Portion(position, start, min(start + BLOCK_ELEMENTS, last), False)]
-                for start in cuts
-            ]
+            cuts = range(first, last, size)
+            yield [[_Portion(position, start, min(start + size, last), False)] for start in cuts]
     if small:
         yield [small]
 
@@ -369,7 +382,7 @@ def _put(
         parameter.grad = None
         return buffer
     length = portion.stop - portion.start
-    if buffer.numel() != length:
+    if buffer.numel() != length or buffer.dtype != parameter.dtype:
         buffer = torch.empty(length, dtype=parameter.dtype)
     gradient.fill(buffer, portion.start)
     set_gradient(parameter, in_order_of(parameter.detach(), buffer))

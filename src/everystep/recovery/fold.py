@@ -1,8 +1,8 @@
 """Deltas folded onto a full checkpoint: each step done again with the optimizers' own arithmetic.
 
-After each step the fingerprint is proved. Where no bit depends on how tensors are divided, many
-steps are folded at once, block by block (`blocks`); otherwise one step after the other, over whole
-tensors and with as many threads as training used.
+After each step the fingerprint is proved. Where no bit depends on how tensors are divided, steps
+are folded block by block (`blocks`), many at once if they are there; otherwise one after the other,
+over whole tensors and with as many threads as training used.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from everystep.deltas.delta import Stored
 from everystep.errors import Damaged
-from everystep.recovery.blocks import Work, can_be_cut, fold_blocks, has_all_slots, moved
+from everystep.recovery.blocks import Work, can_be_cut, fold_blocks, has_all_slots, moved, pays
 from everystep.recovery.joined import Ready, is_beside, join, tensor_of
-from everystep.recovery.proof import Hasher, Prover, Step
+from everystep.recovery.proof import Expected, Hasher, Prover, Step
 from everystep.recovery.replay import Call, Options, Replay, parameter_over
 from everystep.recovery.stored import keys_of, placed, plain, references, row_major
 from everystep.recovery.threads import intra_op_threads
@@ -238,7 +238,11 @@ class Folding:
         Raises:
             Damaged, CannotRestore: see `fold`; the state is of no use any more.
         """
-        self.fold_alone(self.ready(step))
+        ready = self.ready(step)
+        if pays(self._replays.values()) and self.cuttable(ready):
+            self.fold_together([ready], None)
+        else:
+            self.fold_alone(ready)
 
     def fold_alone(self, ready: Ready) -> None:
         """Fold one step over whole tensors, and prove it."""
@@ -247,12 +251,16 @@ class Folding:
                 self._replays[call.optimizer].step(call)
                 self._renew_slots(call.optimizer)
         self._take_over(ready)
-        told = self._prover.expected(ready.step, self.specs)
-        expected = {key: one for key, one in told.items() if key in self.tensors}
+        expected = self._told(ready)
         found = self._hasher.hashes(self.tensors, expected)
         wrong = self._prover.differing(ready.step, expected, found)
         if wrong:
             raise min(wrong).error()
+
+    def _told(self, ready: Ready) -> dict[str, Expected]:
+        """What the fingerprint of a step tells of what is here."""
+        told = self._prover.expected(ready.step, self.specs)
+        return {key: one for key, one in told.items() if key in self.tensors}
 
     def fold_together(self, waiting: list[Ready], progress: Callable[[int], None] | None) -> None:
         """Fold some steps block by block, and prove each."""
@@ -264,7 +272,7 @@ class Folding:
         wrong = []
         for ready in waiting:
             self._take_over(ready)
-            told = self._prover.expected(ready.step, self.specs)
+            told = self._told(ready)
             still = {key: one for key, one in told.items() if key not in in_blocks}
             found = self._hasher.hashes(self.tensors, still)
             wrong += self._prover.differing(ready.step, told, found)
