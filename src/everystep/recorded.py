@@ -136,10 +136,14 @@ class Recorded(Staged):
     def _begin_chain(self, step: int, cost: Cost) -> None:
         """Deltas go on from the state after this step, which is stored in full."""
 
-    def _rebase(self) -> None:
-        """Have the agent's copy give way to a full checkpoint, after the deltas before that."""
+    def _rebase(self, cost: Cost) -> None:
+        """Have the agent's copy give way to the full checkpoint of this step. The agent hears of it
+        after the deltas before that, which it would not fold otherwise, and before anything of the
+        full checkpoint, which it would give up again."""
         if self._recorder is not None:
-            self._recorder.then(self._agent.log.rebase)
+            with cost.stalled("staging"):
+                self._recorder.settle()
+            self._agent.log.rebase()
 
     def _fall_back(self, why: str) -> None:
         """Go on as `Full(every=1)` does."""

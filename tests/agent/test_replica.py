@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent.log_scenes import Quick
 from agent.replica_scenes import (
     Agents,
     ByteMirror,
@@ -127,6 +128,29 @@ def test_records_wait_for_their_base(begin: Begin, mirror: type[ByteMirror]) -> 
     held.go_on()
     trainer.until_folded(4)
     assert_stored(scene.run, 1)
+
+
+def test_what_is_yet_to_be_logged_is_waited_for_in_a_hurry(begin: Begin) -> None:
+    """The state before it is not written as well."""
+    store = Quick()
+    scene = begin(store)
+    trainer = scene.trainer(logs=True)
+    trainer.stage(1)
+    trainer.open(1)
+    trainer.record(2)
+    trainer.until_folded(2)
+    store.go.clear()
+    trainer.record(3)
+    assert store.waits.wait(DEADLINE_S)
+    settled: list[object] = []
+    thread = threading.Thread(target=lambda: settled.append(trainer.agent.settle()))
+    thread.start()
+    replica = replica_of(scene.agents)
+    until(lambda: replica._hurry, DEADLINE_S, "the agent to hurry")
+    store.go.set()
+    thread.join()
+    assert settled == [[]]
+    assert stored_steps(scene.run) == [1, 3]
 
 
 def test_a_gap_gives_the_slot_back_and_begins_anew(begin: Begin) -> None:

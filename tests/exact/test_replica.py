@@ -4,7 +4,8 @@ for bit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch.nn import functional as F
 
 from agent.replica_scenes import agents_in_threads
 from everystep import Replica
+from everystep.agent import protocol as p
 from everystep.agent.client import Agent
 from everystep.agent.sink import Room
+from everystep.agent.tail import Tail
 from everystep.recovery import blocks
 from everystep.strategies import Deltas
 from everystep.types import StepRef
@@ -64,7 +67,7 @@ def store_and_wait(make: Make, run: Path, strategy: Any, step: int) -> Scene:
             ck.step()
             if t + 1 == step:
                 session: Any = ck._session
-                until(lambda: session._unfoldable is not None, 20, "NotFolded")  # noqa: B023
+                until(lambda: session._unfoldable is not None, 60, "NotFolded")  # noqa: B023
     return scene
 
 
@@ -141,9 +144,9 @@ class IsOdd(Script):
     def backward(self, t: int, part: int = 0) -> None:
         generator = torch.Generator().manual_seed(t)
         loss = torch.zeros((), dtype=torch.float32)
-        for p in self.net.parameters():
-            noise = torch.randn(p.shape, generator=generator)
-            loss = loss + (p.float() * noise).sum() + F.softplus(p.float()).sum()
+        for each in self.net.parameters():
+            noise = torch.randn(each.shape, generator=generator)
+            loss = loss + (each.float() * noise).sum() + F.softplus(each.float()).sum()
         loss.backward()
 
 
@@ -265,6 +268,37 @@ def test_weights_changed_by_hand_once(run_dir: Path, caplog: pytest.LogCaptureFi
     scene = prove_steps(made(WritesOnce), run_dir, states, [3, 4, 7])
     assert_same_state(states[TRAINED], scene.steps(STORED, TRAINED).state())
     assert not errors_in(caplog)
+
+
+def test_the_copy_is_told_to_give_way_between_the_deltas_and_the_full(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slowly that goes: earlier, a delta would lead nowhere; later, the full would be taken
+    for the copy that is to give way."""
+    said: list[str] = []
+    send, slowed = Agent._send, threading.Event()
+
+    def noted(agent: Agent, message: Any, fd: int | None = None) -> None:
+        if isinstance(message, p.Rebase | p.Describe | p.Seal | p.Record):
+            said.append(f"{type(message).__name__} {getattr(message, 'step', '')}".strip())
+        send(agent, message, fd)
+
+    def slow(real: Callable[..., None]) -> Callable[..., None]:
+        def call(*words: Any) -> None:
+            slowed.wait(0.1)
+            real(*words)
+
+        return call
+
+    monkeypatch.setattr(Agent, "_send", noted)
+    monkeypatch.setattr(Tail, "publish", slow(Tail.publish))
+    monkeypatch.setattr(Tail, "rebase", slow(Tail.rebase))
+    store(made(WritesOnce), run_dir, strategy=Replica(persist_every=100))
+    assert said == [
+        *("Rebase", "Describe", "Seal 1", "Record 2", "Record 3"),
+        *("Rebase", "Seal 4", "Record 5", "Record 6", "Record 7"),
+    ]
+    assert fulls(run_dir) == [1, 3, 4, 7]
 
 
 def test_a_step_that_comes_whole_and_is_lost(

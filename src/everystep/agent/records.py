@@ -64,7 +64,9 @@ class Records:
         elif begin.replica:
             self._peers = self._meet(Path(backend.abilities.location))
             beside = None if self._peers is None else self._peers.relay
-            self.replica = Replica(backend, begin, self._rings, guard, tell, wake, beside)
+            self.replica = Replica(
+                backend, begin, self._rings, guard, tell, wake, beside, self._is_appending
+            )
 
     def _meet(self, path: Path) -> Peers | None:
         """Be among the agents of other hosts, if that is wanted; without it all goes on."""
@@ -77,6 +79,10 @@ class Records:
             told = f"there are no copies on other hosts: {error.headline()}"
             tell(p.Notice(logging.ERROR, told))
             return None
+
+    def _is_appending(self) -> bool:
+        """Whether more records will come to be folded by themselves."""
+        return self._logger is not None and not self._logger.idle
 
     @property
     def workers(self) -> list[Worker]:

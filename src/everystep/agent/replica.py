@@ -27,6 +27,7 @@ class Replica(Keeper):
     Args:
         rings: where records lie.
         beside: where there are copies on other hosts.
+        more: whether records that are here already are yet to be added.
         others: see `Keeper`.
     """
 
@@ -39,9 +40,10 @@ class Replica(Keeper):
         tell: Callable[[Struct], None],
         wake: Callable[[], None],
         beside: Beside | None = None,
+        more: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(backend, begin, guard, tell, wake)
-        self._rings, self._beside = rings, beside
+        self._rings, self._beside, self._more = rings, beside, more
         self._is_copy = beside is not None and beside.is_copy
         self._waiting: collections.deque[Queued] = collections.deque()
         self._common: Common | None = None
@@ -171,7 +173,7 @@ class Replica(Keeper):
     def _is_due(self) -> bool:
         if self._is_sealed or self._persisted >= self._step:
             return False
-        if self._hurry and not self._can_fold():
+        if self._hurry and not self._can_fold() and not self._more():
             return True
         return self._every > 0 and self._step % self._every == 0
 

@@ -194,7 +194,7 @@ class Recorder:
                 problem = self._make_room()
         if problem is not None or one is None:
             self._chained, self._opened = step, False
-            self.then(self._mend)  # after those that are lost
+            self._sender.submit(self._mend)  # after those that are lost
             return problem
         if not self._opened:
             self._sender.submit(self._sink.open_log, step - 1, pack_layout(one.layout))
@@ -370,10 +370,6 @@ class Recorder:
         one.cost.logged_bytes, one.cost.logged_at_s = nbytes, time.monotonic()
 
     # ------------------------------------------------------------ the end
-
-    def then(self, act: Callable[[], None]) -> None:
-        """Act once all deltas so far are handed over, or lost, in a thread beside training."""
-        self._sender.submit(act)
 
     def settle(self) -> None:
         """Return when all deltas are handed over, or lost."""
