@@ -11,12 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch  # noqa: F401  (before the first baseline: importing it starts and opens things once)
+from hypothesis import HealthCheck, settings
 
+from patience import be_patient
 from places import quick_folder
 from waiting import until
 from zygote import Zygote
 
-_DEADLINE_S = 3.0
+_DEADLINE_S = 30.0
+
+# a slow machine makes no property wrong
+settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("here")
 
 
 def _descriptors() -> set[str]:
@@ -106,6 +112,12 @@ def quick_path() -> Iterator[Path]:
     """`tmp_path` in memory. What a killed process leaves does not depend on the disk."""
     with quick_folder() as folder:
         yield folder
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See `patience`."""
+    be_patient(monkeypatch)
 
 
 @pytest.fixture

@@ -77,6 +77,7 @@ def test_a_small_state_is_hashed_whole(width: int, slices: int) -> None:
     assert everystep.Deltas().slices is None
 
 
+@pytest.mark.usefixtures("patience")
 def test_a_full_that_the_log_goes_on_from_is_sealed_as_owed(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,7 @@ from everystep.types import Piece, StepRef, item_bytes
 from faults import installed
 from waiting import until
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 """For what takes milliseconds where the machine has nothing else to do."""
 
 

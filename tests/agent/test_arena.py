@@ -166,7 +166,7 @@ def test_a_view_keeps_the_memory_until_it_is_gone() -> None:
     assert view[0] == 3
     view.release()
     del arena
-    until(lambda: (maps(), descriptors()) == before, 5, "the memory to be given back")
+    until(lambda: (maps(), descriptors()) == before, 60, "the memory to be given back")
 
 
 @pytest.mark.parametrize("slot_bytes", [1 << 46, 1 << 61, 1 << 62, 1 << 70])

@@ -59,13 +59,13 @@ def measure(step: int) -> Measure:
 
 
 def test_it_starts_quickly_and_is_small(run: Run, run_dir: Path) -> None:
-    started_s = time.monotonic()
     agent = Agent(run_dir, run.id, 0)
-    took_s = time.monotonic() - started_s
+    stat = Path(f"/proc/{agent.pid}/stat").read_text().rpartition(")")[2].split()
+    took_s = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
     status = Path(f"/proc/{agent.pid}/status").read_text()
     maps = Path(f"/proc/{agent.pid}/maps").read_text()
     agent.close()
-    assert took_s < 2  # some 0.15 s where the machine has nothing else to do
+    assert took_s < 1, "of the processor's time; some 0.15 s as a rule"
     resident = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
     assert int(resident.split()[1]) < 60 << 10
     assert "libc.so" in maps

@@ -67,7 +67,7 @@ def is_alive(pid: int) -> bool:
 def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
     stat = Path(f"/proc/{pid}/stat")
-    until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 5, "it to stand still")
+    until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 60, "it to stand still")
 
 
 def until_replaced(agent: Agent, pid: int) -> None:
@@ -89,7 +89,7 @@ def test_an_agent_that_is_killed_is_replaced_and_loses_nothing(
     stop(pid)  # so that it cannot even read the seal
     trainer.seal(room, 2)
     os.kill(pid, signal.SIGKILL)
-    until(lambda: "has died" in caplog.text, 3, "the death to be noticed")
+    until(lambda: "has died" in caplog.text, 60, "the death to be noticed")
     assert agent.settle() == []
     assert agent.pid != pid
     assert not is_alive(pid)
@@ -134,7 +134,7 @@ def test_what_was_sealed_is_handed_on_with_what_it_refers_to(agent: Agent, run: 
     larger = [*state(2, 90_000), tensor("/models/model/new", "int8", 9)]
     thread = threading.Thread(target=trainer.describe, args=(larger,))
     thread.start()  # has no answer while the agent stands still
-    until(lambda: agent._described is not None and agent._described.layout == 2, 5, "the question")
+    until(lambda: agent._described is not None and agent._described.layout == 2, 60, "the question")
     os.kill(pid, signal.SIGKILL)
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
@@ -211,7 +211,7 @@ def test_an_agent_that_stands_still_is_waited_for(
     stop(pid)
     trainer.seal(room, 1)
     assert agent.acquire(0.05) is None
-    until(lambda: "does not answer" in caplog.text, 5, "a word about it")
+    until(lambda: "does not answer" in caplog.text, 60, "a word about it")
     assert time.monotonic() - started_s > client.SILENT_S / 2
     os.kill(pid, signal.SIGCONT)
     trainer.stage(2)
@@ -258,7 +258,7 @@ def test_a_trainer_that_stood_still_itself_blames_nobody(
     for _ in range(3):
         ahead_s += 1000.0
         count = len(looks)
-        until(lambda count=count: len(looks) >= count + 2, 5, "the thread to look")
+        until(lambda count=count: len(looks) >= count + 2, 60, "the thread to look")
     assert max(looks) == 2 * client.PING_S
     Trainer(agent, run).stage(1)
     assert agent.settle() == []
@@ -313,7 +313,7 @@ def child(run: Run, run_dir: Path) -> Iterator[Callable[..., Child]]:
 
 def until_gone(pid: int, run: Run) -> None:
     until(lambda: not is_alive(pid), DEADLINE_S, "the agent to end")
-    until(lambda: not agent_is_there(run), 5, "its socket to be gone")
+    until(lambda: not agent_is_there(run), 60, "its socket to be gone")
 
 
 def lock_is_free(path: Path) -> bool:
@@ -334,7 +334,7 @@ def test_what_a_killed_trainer_has_staged_is_kept_and_handed_to_the_next(
     assert not lock_is_free(run_dir)
     dead.kill()
     until(lambda: stored_steps(run) == [1, 2], DEADLINE_S, "all to be durable")
-    until(lambda: lock_is_free(run_dir), 5, "the lock to be given back")
+    until(lambda: lock_is_free(run_dir), 60, "the lock to be given back")
     with contextlib.closing(Overlay(LocalBackend(run_dir), run.id, [0])) as overlay:
         assert {name.split("/")[2] for name in overlay.names} >= {f"{2:012d}"}
         for name in overlay.names:

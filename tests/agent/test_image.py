@@ -147,7 +147,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path, Run, Path
     return run, one, twin, other
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(states, rests, st.integers(0, 2), st.sets(st.integers(0, 9)))
 def test_it_is_stored_as_from_the_tensors(
     runs: tuple[Run, Path, Run, Path],

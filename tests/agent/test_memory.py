@@ -170,7 +170,7 @@ def test_closing_gives_the_memory_back(overlay: Overlay) -> None:
     assert "everystep-staging" in Path("/proc/self/maps").read_text()
     overlay.close()
     maps = Path("/proc/self/maps")
-    until(lambda: "everystep-staging" not in maps.read_text(), 5, "the memory to be given back")
+    until(lambda: "everystep-staging" not in maps.read_text(), 60, "the memory to be given back")
     assert sorted(overlay.list("")) == [Entry("steps/b", 8), Entry("steps/c", 8)]
 
 
@@ -236,4 +236,4 @@ def test_an_agent_that_says_nothing_is_not_waited_for(
         overlay = Overlay(LocalBackend(tmp_path), RUN, [0])
         assert overlay.names == []
         overlay.close()
-    until(lambda: RUN not in Path("/proc/net/unix").read_text(), 5, "the socket to be gone")
+    until(lambda: RUN not in Path("/proc/net/unix").read_text(), 60, "the socket to be gone")

@@ -22,7 +22,7 @@ from everystep.store.addresses import Address
 from everystep.strategies import parse_place
 from waiting import until
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Scene:

@@ -165,7 +165,7 @@ class Life(RuleBasedStateMachine):
         assert self.sealed == 0 or (newest is not None and newest.content == self.sealed)
 
 
-Life.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+Life.TestCase.settings = settings(max_examples=80, stateful_step_count=30)
 TestLife = Life.TestCase
 
 

@@ -126,9 +126,9 @@ def test_a_long_run_is_cut_for_people_and_is_quick(cli: Cli, tmp_path: Path) -> 
     log = byte_logs.new_log(run.backend, run.id)
     log.begin(1, byte_logs.LAYOUT)
     log.append([_delta(step, {"loss": 1 / step}) for step in range(2, 10_001)])
-    began_s = time.monotonic()
+    began_s = time.process_time()
     lines = cli("ls", tmp_path / "run").out.splitlines()
-    took_s = time.monotonic() - began_s
+    took_s = time.process_time() - began_s
     assert took_s < 30  # about one second; a scan per step would take minutes
     assert "9,950 earlier rows not shown; --all shows them" in lines
     assert sum(line.startswith("main:") for line in lines) == 50

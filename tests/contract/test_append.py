@@ -116,4 +116,4 @@ def test_a_reader_sees_what_was_there_before(backend: Backend) -> None:
     stop.set()
     reader.join()
     assert wrong == []
-    until(lambda: not reader.is_alive(), 10, "the reader to end")
+    until(lambda: not reader.is_alive(), 60, "the reader to end")

@@ -74,10 +74,10 @@ def agents_die(run: str, kills: int, calls: int, seed: int, full_every: int = 3)
                 states[step] = digest_of(job)
                 ck.step()
                 if step % full_every == 0:
-                    until(lambda: has_full(ck, step) or have_died() > killed, 30, "a full")  # noqa: B023
+                    until(lambda: has_full(ck, step) or have_died() > killed, 60, "a full")  # noqa: B023
                 if have_died() > killed:
                     killed += 1
-                    until(lambda: heard.losses >= killed, 30, "the trainer to hear of it")  # noqa: B023
+                    until(lambda: heard.losses >= killed, 60, "the trainer to hear of it")  # noqa: B023
                     found = load(run)
                     assert (
                         digest(found.models["model"], found.optimizer()["state"])

@@ -106,7 +106,7 @@ def slow(rank: int, world_size: int, meet: str, run: str, board: str) -> None:
             _steps(job, ck, 1)
             if rank == 0:
                 progress["returned"] = ck.stats[-1].step
-        tell(fired=faults.fired, slowest_s=max(s.stall_s for s in ck.stats), digest=job.digest())
+        tell(fired=faults.fired, digest=job.digest())
 
 
 def only_rank_0(rank: int, world_size: int, meet: str, run: str) -> None:

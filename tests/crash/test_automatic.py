@@ -39,4 +39,4 @@ def test_killed_beside_a_change(
     assert [step for step, _ in steps] == list(range(CHANGES[change], LAST + 1)), said
     for step, digest in steps:
         assert digest == reference[step]
-    until(lambda: not agents_of(run), 30, "the agents to end")
+    until(lambda: not agents_of(run), 60, "the agents to end")

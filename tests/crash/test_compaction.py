@@ -139,7 +139,7 @@ def test_two_thousand_steps_leave_nothing_behind(zygote: Zygote, quick_path: Pat
     for at in (7, 8):  # bytes of fulls and of the log
         assert max(row[at] for row in rows[-8:]) <= 1.5 * max(row[at] for row in rows[2:8])
     assert left <= rows[0][2]
-    until(lambda: sockets_of(Run.open(run).id) == [], 30, "the agent to end")
+    until(lambda: sockets_of(Run.open(run).id) == [], 60, "the agent to end")
     kept_fulls = [entry for entry in Run.open(run).listing().steps if entry.complete]
     assert len(kept_fulls) <= 3 + 16, "retention, and fulls that the newest ones refer to"
     assert kept_fulls[-1].ref.step >= SOAK_STEPS - 100

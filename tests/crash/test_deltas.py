@@ -115,7 +115,7 @@ def test_the_agent_is_killed(lives: Lives) -> None:
     child = lives.begin(total=118)
     for upto in (3, 40, 80):
         until(lambda: lives.board["returned"] >= upto or child.status(), 60, "steps")  # noqa: B023
-        until(lambda: agents_of(lives.run), 20, "the next agent")
+        until(lambda: agents_of(lives.run), 60, "the next agent")
         at_an_instant(rng.uniform(0, 0.02))
         assert kill_agents(lives.run) == 1
     rows = lives.finish(118)
@@ -148,7 +148,7 @@ def test_nobody_comes_back(lives: Lives) -> None:
     assert child.kill()
     assert child.wait() == -signal.SIGKILL
     lives.check()
-    until(lambda: lives.newest(Run.open(lives.run)) >= lives.floor, 20, "the agent to drain")
+    until(lambda: lives.newest(Run.open(lives.run)) >= lives.floor, 60, "the agent to drain")
     assert lives.floor >= 7  # two steps may have been on their way
     for agent in agents_of(lives.run):
         os.kill(agent, signal.SIGTERM)
@@ -177,8 +177,8 @@ def test_an_agent_that_stops_answering(
         agent, before = stopped[policy]
         child = lives.child
         assert child is not None
-        until(lambda: "does not answer" in child.said(), 30, "a word about it")  # noqa: B023
-        until(lambda: lives.board["returned"] - before > 20, 30, "more steps")  # noqa: B023
+        until(lambda: "does not answer" in child.said(), 60, "a word about it")  # noqa: B023
+        until(lambda: lives.board["returned"] - before > 20, 60, "more steps")  # noqa: B023
         os.kill(agent, signal.SIGCONT)
     for lives in both.values():
         rows = lives.finish(TOTAL)
@@ -189,11 +189,11 @@ def test_an_agent_that_stops_answering(
 def test_a_full_disk_stops_nothing_and_is_caught_up_with(lives: Lives) -> None:
     child = lives.begin(total=300)
     lives.reach(20)
-    until(lambda: lives.board["durable"] >= 10, 20, "durable steps")
+    until(lambda: lives.board["durable"] >= 10, 60, "durable steps")
     agent_may_write(lives.run, _NOTHING)
     at = lives.board["returned"]
     until(lambda: lives.board["returned"] >= min(at + 40, 300), 60, "training to go on")
-    until(lambda: "is not stored" in child.said() or child.status(), 20, "a word about it")
+    until(lambda: "is not stored" in child.said() or child.status(), 60, "a word about it")
     assert "file too large" in child.said()
     if agents_of(lives.run):
         agent_may_write(lives.run, _ALL)
@@ -206,7 +206,7 @@ def test_killed_while_the_disk_is_full(lives: Lives) -> None:
     """The agent goes on trying; when there is room again, all that was handed over is there."""
     child = lives.begin(batch=3)
     lives.reach(10)
-    until(lambda: lives.board["durable"] >= 5, 20, "durable steps")
+    until(lambda: lives.board["durable"] >= 5, 60, "durable steps")
     agent = agent_may_write(lives.run, _NOTHING)
     at = lives.board["returned"]
     until(lambda: lives.board["staged"] >= at + 8, 60, "training to go on")
@@ -216,7 +216,7 @@ def test_killed_while_the_disk_is_full(lives: Lives) -> None:
     at_an_instant(0.5)
     assert agents_of(lives.run) == [agent]
     agent_may_write(lives.run, _ALL)
-    until(lambda: lives.newest(Run.open(lives.run)) >= lives.floor, 20, "the agent to drain")
+    until(lambda: lives.newest(Run.open(lives.run)) >= lives.floor, 60, "the agent to drain")
     last = lives.floor + 8
     lives.begin(last)
     lives.finish(last)

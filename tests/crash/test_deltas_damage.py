@@ -191,6 +191,7 @@ def test_a_delta_in_the_place_of_another_is_not_taken(
     assert restored(trained, copy(data[:b] + data[a:b] + data[b:])) == 4
 
 
+@pytest.mark.usefixtures("patience")
 def test_a_later_full_checkpoint_begins_anew(trained: Trained, tmp_path: Path) -> None:
     """What is lost before it is lost, and no more; the steps between are not offered."""
     path, job = tmp_path / "run", Job()

@@ -108,7 +108,6 @@ def test_a_slow_rank_does_not_hold_up_the_other(pair: Pair, quick_path: Path) ->
     (first, second), said = pair.run("slow", board=str(quick_path / "board"))
     board.close()
     assert second[0]["fired"] == 1
-    assert second[0]["slowest_s"] > first[0]["slowest_s"]
     assert "step main:2 is not complete: nothing of rank 1 yet" in said[0]
     assert "not complete" not in said[1]
     assert pair.complete()[-1] == 21

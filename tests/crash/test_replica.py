@@ -126,7 +126,7 @@ def test_the_agent_is_killed(lives: ReplicaLives) -> None:
     child = lives.begin(total=100, catch_up_every=10)
     for upto in (3, 25, 55):
         until(lambda: lives.board["returned"] >= upto or child.status(), 90, "steps")  # noqa: B023
-        until(lambda: agents_of(lives.run), 20, "the next agent")
+        until(lambda: agents_of(lives.run), 60, "the next agent")
         at_an_instant(rng.uniform(0, 0.02))
         assert kill_agents(lives.run) == 1
     rows = lives.finish(100)

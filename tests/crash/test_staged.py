@@ -110,7 +110,7 @@ class Lives:
 
 def nothing_is_left(run: Path) -> None:
     """No process, and no name in the abstract namespace."""
-    until(lambda: not agents_of(run), 30, "agents to end")
+    until(lambda: not agents_of(run), 60, "agents to end")
     assert sockets_of(Run.open(run).id) == []
 
 
@@ -221,7 +221,7 @@ def test_nobody_comes_back(lives: Lives) -> None:
 def test_an_agent_that_stops_answering(
     zygote: Zygote, quick_path: Path, reference: list[str]
 ) -> None:
-    """Five seconds: with `skip` training goes on, with `block` it waits and loses nothing."""
+    """Some seconds: with `skip` training goes on, with `block` it waits and loses nothing."""
     both: dict[str, Lives] = {}
     stopped: dict[str, tuple[int, int]] = {}
     for policy in ("skip", "block"):
@@ -233,21 +233,25 @@ def test_an_agent_that_stops_answering(
         (agent,) = agents_of(lives.run)
         os.kill(agent, signal.SIGSTOP)
         stopped[policy] = agent, lives.board["returned"]
-    at_an_instant(5)
+    for policy, lives in both.items():
+        child, before = lives.child, stopped[policy][1]
+        assert child is not None
+        until(lambda: "does not answer" in child.said(), 60, "a word about it")  # noqa: B023
+        if policy == "skip":
+            until(lambda: lives.board["returned"] - before > 20, 60, "more steps")  # noqa: B023
+    at_an_instant(2)
     for policy, lives in both.items():
         agent, before = stopped[policy]
-        more = lives.board["returned"] - before
-        assert more <= 4 if policy == "block" else more > 20
+        assert policy == "skip" or lives.board["returned"] - before <= 4
         os.kill(agent, signal.SIGCONT)
     for policy, lives in both.items():
         assert lives.child is not None
         rows = lives.finish(TOTAL)
-        assert "does not answer" in lives.child.said()
         if policy == "block":
             assert [row for row in rows if not row[2]] == []
-            assert max(row[4] for row in rows) > 3
+            assert max(row[4] for row in rows) > 1
         else:
-            assert max(row[4] for row in rows) < 1
+            assert sum(row[4] > 1 for row in rows) <= 1, "the whole machine may stand still"
         assert max(row[0] for row in rows if row[2]) == max(row[0] for row in rows if row[1])
         lives.board.close()
 

@@ -41,19 +41,19 @@ def test_training_goes_on_and_catches_up(run_dir: Path, caplog: pytest.LogCaptur
     durable."""
     with Training(run_dir, strategy=STRATEGY) as training:
         training.step()
-        until(lambda: training.ck.stats[0].durable, 20, "the first step to be durable")
+        until(lambda: training.ck.stats[0].durable, 60, "the first step to be durable")
         agent_may_write(run_dir, _NOTHING)
         for _ in range(4):
             training.step()
             at = training.steps
-            until(lambda: _told(training, caplog, at), 20, f"step {at} to be refused")  # noqa: B023
+            until(lambda: _told(training, caplog, at), 60, f"step {at} to be refused")  # noqa: B023
         refused = [s for s in training.ck.stats if s.error]
         assert [s.step for s in refused] == [2, 3, 4, 5]
         assert all("file too large" in str(s.error) for s in refused)
         assert [s.durable for s in training.ck.stats] == [True] + [False] * 4
         agent_may_write(run_dir, _ALL)
         training.step()
-        until(lambda: training.ck.stats[-1].durable, 20, "the next step to be durable")
+        until(lambda: training.ck.stats[-1].durable, 60, "the next step to be durable")
     assert leftovers(run_dir) == []
     assert is_whole(run_dir, 6)
     said = [record.message for record in caplog.records if record.levelname == "ERROR"]
@@ -74,13 +74,13 @@ def test_a_step_is_told_once_however_often_it_is_tried(
 ) -> None:
     with Training(run_dir, strategy=STRATEGY) as training:
         training.step()
-        until(lambda: training.ck.stats[0].durable, 20, "the first step to be durable")
+        until(lambda: training.ck.stats[0].durable, 60, "the first step to be durable")
         agent_may_write(run_dir, _NOTHING)
         training.step()
         tries: list[object] = []
         note = training.ck._agent._heard  # type: ignore[union-attr]
         training.ck._agent.listen(lambda m: (tries.append(m), note(m)))  # type: ignore[union-attr, arg-type]
-        until(lambda: sum(type(m).__name__ == "NotStored" for m in tries) >= 3, 30, "three tries")
+        until(lambda: sum(type(m).__name__ == "NotStored" for m in tries) >= 3, 60, "three tries")
         training.step()
         agent_may_write(run_dir, _ALL)
         training.step()
@@ -94,16 +94,16 @@ def test_raised_at_a_later_step(run_dir: Path) -> None:
         Training(run_dir, strategy=STRATEGY, on_error="raise") as training,
     ):
         training.step()
-        until(lambda: training.ck.stats[0].durable, 20, "the first step to be durable")
+        until(lambda: training.ck.stats[0].durable, 60, "the first step to be durable")
         agent_may_write(run_dir, _NOTHING)
-        until(lambda: training.step(), 30, "a failure")  # type: ignore[func-returns-value]
+        until(lambda: training.step(), 60, "a failure")  # type: ignore[func-returns-value]
     nothing_is_left(run_dir)
 
 
 def test_raised_at_the_end(run_dir: Path) -> None:
     training = Training(run_dir, strategy=STRATEGY, on_error="raise")
     training.step()
-    until(lambda: training.ck.stats[0].durable, 20, "the first step to be durable")
+    until(lambda: training.ck.stats[0].durable, 60, "the first step to be durable")
     agent_may_write(run_dir, _NOTHING)
     training.step()
     with pytest.raises(StoreFull, match="file too large"):
@@ -119,9 +119,9 @@ def test_too_many(run_dir: Path) -> None:
         Training(run_dir, strategy=STRATEGY, max_failed_steps=3) as training,
     ):
         training.step()
-        until(lambda: training.ck.stats[0].durable, 20, "the first step to be durable")
+        until(lambda: training.ck.stats[0].durable, 60, "the first step to be durable")
         agent_may_write(run_dir, _NOTHING)
-        until(lambda: training.step(), 30, "three failures")  # type: ignore[func-returns-value]
+        until(lambda: training.step(), 60, "three failures")  # type: ignore[func-returns-value]
     nothing_is_left(run_dir)
 
 

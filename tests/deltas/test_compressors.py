@@ -49,7 +49,7 @@ def arrays(draw: st.DrawFn) -> Array:
     return draw(hnp.arrays(dtype, n, elements=few, fill=few))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(values=arrays(), data=st.data())
 def test_largest_is_what_a_stable_sort_gives(values: Array, data: st.DataObject) -> None:
     k = data.draw(st.integers(0, values.size))
@@ -61,7 +61,7 @@ def test_largest_is_what_a_stable_sort_gives(values: Array, data: st.DataObject)
     assert found.tolist() == top(values, k).tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(values=arrays(), data=st.data())
 def test_the_way_of_accelerators_gives_the_same(values: Array, data: st.DataObject) -> None:
     if values.size == 0:
@@ -134,7 +134,7 @@ def test_candidates_are_bounded(small_chunks: None) -> None:
     assert found.tolist() == list(range(at[-1] - 4, at[-1] + 1))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(values=arrays(), least=st.sampled_from([1e-7, 1.0, 1.5, 60_000.0]))
 def test_reaching_is_what_compares_so(values: Array, least: float) -> None:
     threshold = torch.tensor(least, dtype=FLOATS[values.dtype.type])
@@ -208,7 +208,7 @@ def numbers() -> st.SearchStrategy[float]:
     values=hnp.arrays(np.float32, st.integers(1, 100), elements=numbers()),
     block=st.integers(8, 40),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_eight_bits_are_off_by_half_a_step_or_are_not_finite(values: Array, block: int) -> None:
     bucket = torch.from_numpy(values.copy())
     sent_alone(Quantize8(block=block, error_feedback=False), bucket)

@@ -105,7 +105,7 @@ def sparse_gradients(draw: st.DrawFn) -> torch.Tensor:
 
 
 @given(tensors(), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_stretch_of_any_tensor_comes_back(tensor: torch.Tensor, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, tensor.numel()))
     stop = data.draw(st.integers(start, tensor.numel()))
@@ -120,7 +120,7 @@ def test_any_stretch_of_any_tensor_comes_back(tensor: torch.Tensor, data: st.Dat
 
 
 @given(sparse_gradients(), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_searched_and_known_sparse_gradients_are_the_same(
     tensor: torch.Tensor, data: st.DataObject
 ) -> None:
@@ -393,7 +393,7 @@ def test_sparse_tensors_come_back_as_they_are(name: str) -> None:
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_damaged_sparse_tensor_is_refused_or_well_formed(data: st.DataObject) -> None:
     gradient = coo_gradients()[data.draw(st.sampled_from(["repeated", "coalesced", "scalar"]))]
     coded = encode(gradient, 0, gradient.numel())
@@ -471,7 +471,7 @@ def test_a_gradient_that_changes_under_our_hands_is_refused() -> None:
 
 
 @given(sparse_gradients(), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_damaged_bytes_are_refused_or_decode_within_bounds(
     tensor: torch.Tensor, data: st.DataObject
 ) -> None:

@@ -19,7 +19,7 @@ def bits(value: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32), c=st.floats(1e-4, 8), size=st.integers(1, 300))
 def test_the_factor_is_among_those_found(
     dtype: torch.dtype, seed: int, c: float, size: int
@@ -34,7 +34,7 @@ def test_the_factor_is_among_those_found(
         assert torch.equal(reduced * one, reduced * factor)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), c=st.floats(1e-4, 8))
 def test_there_is_no_other_with_many_elements(seed: int, c: float) -> None:
     draw = torch.Generator().manual_seed(seed)

@@ -209,7 +209,7 @@ HEADER_BYTES = 8 + int.from_bytes(BLOB[:8], "little")
 
 
 @given(st.data())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_flipped_and_cut_bytes(data: st.DataObject) -> None:
     blob = bytearray(BLOB)
     ends = [8, HEADER_BYTES, HEADER_BYTES + 900, len(blob)]
@@ -223,7 +223,7 @@ def test_flipped_and_cut_bytes(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_extreme_numbers_in_the_table(data: st.DataObject) -> None:
     blob = bytearray(BLOB)
     header = json.loads(blob[8:HEADER_BYTES])
@@ -256,7 +256,7 @@ def _with(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 
 @given(st.data())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_any_value_of_the_header_replaced(data: st.DataObject) -> None:
     header = json.loads(BLOB[8:HEADER_BYTES])
     facts = json.loads(header["__metadata__"][METADATA_KEY])
@@ -313,7 +313,7 @@ def test_layouts_that_are_none(change: dict[str, Any]) -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(0, 255))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_damaged_layouts(at: int, byte: int) -> None:
     data = bytearray(pack_layout(LAYOUT))
     data[at % len(data)] = byte

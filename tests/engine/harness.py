@@ -101,7 +101,7 @@ class Run:
 
     def step_of(self, number: int) -> Step:
         """What was sealed, once it is."""
-        until(lambda: number in self.sink.steps, 20, f"step {number} to be sealed")
+        until(lambda: number in self.sink.steps, 60, f"step {number} to be sealed")
         return self.sink.steps[number]
 
     def check(self, *expected: int, moves: int = 1) -> None:
@@ -170,7 +170,7 @@ class HeldDevice(CpuDevice):
             self._reading += spans
         if threading.current_thread().name == COPIER:
             self.waiting = True
-            until(lambda: self._allowed >= 1 or _in_the_hook(self._trainer), 30, "a read to be let")
+            until(lambda: self._allowed >= 1 or _in_the_hook(self._trainer), 60, "a read to be let")
             self.waiting = False
             self._allowed = max(0, self._allowed - 1)
         try:

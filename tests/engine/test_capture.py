@@ -91,7 +91,7 @@ def test_the_witness_can_see() -> None:
         model.weight.grad = torch.ones_like(model.weight)
         run.step()
         run.step()
-        until(lambda: device.reads_any([model.weight]), 20, "the weight to be read")
+        until(lambda: device.reads_any([model.weight]), 60, "the weight to be read")
         optimizer.step()
         assert not device.reads_any([model.weight])
     assert seen == [True]
@@ -110,7 +110,7 @@ def test_what_another_optimizer_writes_goes_on_being_copied() -> None:
             optimizer.step()  # first before second: so they are copied in this order
         run.step()
         run.step()
-        until(lambda: device.reads_any([model["first"]]), 20, "the first to be read")
+        until(lambda: device.reads_any([model["first"]]), 60, "the first to be read")
         optimizers["second"].step()
         assert device.reads_any([model["first"]])  # the second did not wait for it
         optimizers["first"].step()
@@ -302,7 +302,7 @@ def test_writes_of_an_unhooked_optimizer_are_seen(way: dict[str, bool]) -> None:
             known.step()
             run.step()
             if number == 2:
-                until(lambda: device.reads_any([model.weight]), 20, "the weight to be read")
+                until(lambda: device.reads_any([model.weight]), 60, "the weight to be read")
                 version = model.weight._version
                 unknown.step()
                 seen = model.weight._version != version
@@ -342,7 +342,7 @@ def test_a_budget_of_snapshots_is_kept(budget: int | None) -> None:
             optimizer.step()
         run.step()
         run.step()
-        until(lambda: device.reads_any([other]), 20, "the first to be read")
+        until(lambda: device.reads_any([other]), 60, "the first to be read")
         device.snapshotted = 0
         optimizers["three"].step()
         assert device.snapshotted == size * (3 if budget is None else budget)

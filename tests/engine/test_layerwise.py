@@ -93,7 +93,7 @@ class Kept(Rig):
     def copied(self) -> None:
         """Wait until what backward has handed over is copied."""
         running = self.early._running
-        until(lambda: all(future.done() for future in running), 20, "the copies are made")
+        until(lambda: all(future.done() for future in running), 60, "the copies are made")
 
     def prove(self) -> None:
         """The newest record holds what was consumed, bit for bit."""
@@ -131,9 +131,9 @@ def test_a_gradient_is_copied_while_backward_goes_on(kept: Make) -> None:
     def between() -> None:
         """The second layer's backward is over, the first one's is not."""
         number = 2  # second.weight
-        until(lambda: number in rig.early._copies, 20, "the copy begins")
+        until(lambda: number in rig.early._copies, 60, "the copy begins")
         chunks = rig.early._copies[number].chunks
-        until(lambda: all(chunk.done.done() for chunk in chunks), 20, "the copy is made")
+        until(lambda: all(chunk.done.done() for chunk in chunks), 60, "the copy is made")
         copy = rig.recorder._copies["optimizer"]._buffers[number]
         seen.append(torch.equal(copy, rig.net.second.weight.grad.reshape(-1)))  # type: ignore[union-attr]
         assert 0 not in rig.early._copies

@@ -154,7 +154,7 @@ class _Slow(torch.autograd.Function):
         engine = _Slow.engine  # type: ignore[attr-defined]
         if engine is not None:
             until(
-                lambda: engine._window._forward_until_s is not None, 20, "the backward to be seen"
+                lambda: engine._window._forward_until_s is not None, 60, "the backward to be seen"
             )
         return gradient
 

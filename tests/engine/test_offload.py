@@ -156,7 +156,7 @@ def test_the_zoo() -> None:
         run.check()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(strategies.tensors(), min_size=1, max_size=8),
     strategies.trees(),
@@ -238,7 +238,7 @@ _ACTIONS = ("grad", "a", "b1", "b2", "a", "b1", "zero", "draw", "extra", "rate",
             "group", "step", "step", "settle")  # fmt: skip
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.sampled_from(_ACTIONS), max_size=25), st.sampled_from(list(MODES)))
 def test_any_loop(actions: list[str], mode: str) -> None:
     make, budget_bytes = MODES[mode]
@@ -281,7 +281,7 @@ def test_a_write_in_the_window_is_told(caplog: pytest.LogCaptureFixture) -> None
             _train(model, optimizer)
             run.step()
             if number == 2:
-                until(lambda: device.reads_any([model.weight]), 20, "the weight to be read")
+                until(lambda: device.reads_any([model.weight]), 60, "the weight to be read")
                 with torch.no_grad():
                     model.weight.add_(1)
         run.check(1, 3, 4)
@@ -297,7 +297,7 @@ def test_a_write_before_anything_was_looked_at_is_told(monkeypatch: pytest.Monke
 
     def late(tensors: Any) -> list[int]:
         if threading.current_thread().name == COPIER:
-            assert written.wait(20)
+            assert written.wait(60)
         return look(tensors)
 
     written.set()
@@ -326,7 +326,7 @@ def test_a_write_while_it_is_snapshotted_is_told() -> None:
             _train(model, optimizer)
             run.step()
             if number == 2:
-                until(lambda: device.reads_any([model.weight]), 20, "the weight to be read")
+                until(lambda: device.reads_any([model.weight]), 60, "the weight to be read")
                 with torch.no_grad():
                     model.weight.add_(1)
         run.check(1, 3, 4)  # nothing of the snapshots of step 2 is left to step 3
@@ -343,7 +343,7 @@ def test_what_a_given_up_step_kept_is_not_the_next_one_s() -> None:
         first.step(), second.step()
         run.step()
         run.step()
-        until(lambda: device.reads_any([model.weight]), 20, "the copying thread to be held there")
+        until(lambda: device.reads_any([model.weight]), 60, "the copying thread to be held there")
         second.step()
         with torch.no_grad():
             model.weight.add_(1)
@@ -375,7 +375,7 @@ def test_after_many_torn_steps_they_are_copied_at_once() -> None:
         for _ in range(1 + offload._MOST_TORN + 3):
             _train(model, optimizer)
             if run.step().staged_at_s is None:
-                until(lambda: device.reads_any([model.weight]), 20, "the weight to be read")
+                until(lambda: device.reads_any([model.weight]), 60, "the weight to be read")
             with torch.no_grad():
                 model.weight.add_(1)
         run.engine.settle()
@@ -392,7 +392,7 @@ def test_a_form_that_changes_and_changes_back_is_told() -> None:
                 model.bias.requires_grad_(False)
             run.step()
             if number == 2:
-                until(lambda: device.waiting, 20, "the copying thread to be held")
+                until(lambda: device.waiting, 60, "the copying thread to be held")
                 model.bias.requires_grad_(True)
         run.engine.settle()
         for number in run.sink.sealed:
@@ -449,7 +449,7 @@ def test_without_room_training_waits_where_it_is_to_block() -> None:
         _train(model, optimizer)
 
         def give() -> None:
-            until(lambda: len(run.sink.waits_s) == 2, 20, "the engine to ask for a slot")
+            until(lambda: len(run.sink.waits_s) == 2, 60, "the engine to ask for a slot")
             assert me.is_alive()
             run.sink.hold_back(False)
 
@@ -646,7 +646,7 @@ def test_an_interrupt_in_the_hook_seals_nothing_half_copied() -> None:
         run.step()
         _train(model, optimizer)
         run.step()
-        until(lambda: device.waiting, 20, "the copying thread to be held")
+        until(lambda: device.waiting, 60, "the copying thread to be held")
 
         def interrupted(*_: object) -> None:
             device.copy, device.digest = copy, digest  # type: ignore[method-assign]

@@ -43,7 +43,7 @@ class MemoryLog:
         raise AssertionError("the recorder does not decide this")
 
     def reserve(self, nbytes: int, wait_s: float) -> memoryview | None:
-        assert self.may_go.wait(20)
+        assert self.may_go.wait(60)
         if self.refuses:
             return None
         self._memory = bytearray(nbytes)

@@ -85,7 +85,7 @@ def done(
     return data, found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(strategies.tensors(), max_size=8), st.booleans(), st.integers(1, 3))
 def test_all_comes_to_its_place(
     tensors: list[torch.Tensor], snapshots: bool, world_size: int

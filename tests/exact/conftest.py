@@ -11,6 +11,11 @@ import pytest
 from places import quick_folder
 
 
+@pytest.fixture(autouse=True)
+def _patience(patience: None) -> None:
+    """Every step is there, however slow the machine is."""
+
+
 @pytest.fixture
 def run_dir(quick_path: Path) -> Path:
     """Where a run may be put; the folder does not exist yet."""

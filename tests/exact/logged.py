@@ -85,9 +85,9 @@ def prove(
     stored = store(make, run, strategy=strategy)
     found = fulls(run)
     if expected_fulls is None:
-        assert found[0] == 1 and found[-1] == STORED
+        assert found[0] == 1 and found[-1] == STORED, found
     else:
-        assert found == list(expected_fulls)
+        assert found == list(expected_fulls), found
     if ends_alike:
         assert_same_state(states[STORED], stored.state())
     else:

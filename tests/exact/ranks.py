@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,6 +31,7 @@ from exact.matrix import (
     refused,
 )
 from exact.scenes import Scene, build, seed_all
+from patience import be_patient
 from states import Frozen, FrozenTensor
 from trips import BLOCKING
 
@@ -137,9 +139,10 @@ def refusal(case: Case) -> str:
 
 
 def join(phase: str, folder: Path, rank: int, world_size: int) -> None:
-    """Join the group of a phase; from here on a warning is an error."""
+    """Join the group of a phase; from here on a warning is an error, and slowness is none."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning)
+    be_patient(pytest.MonkeyPatch())
     store = dist.FileStore(str(folder / f"rendezvous-{phase}"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 

@@ -65,5 +65,5 @@ def _life(run: Path, rank: int, world_size: int) -> dict[str, object]:
             ck.step()
             session: Any = ck._session
             if step == FAILS_AT + 4 and rank == 1:  # it is folded when both have handed it over
-                until(lambda: session._unfoldable is not None, 20, "NotFolded")  # noqa: B023
+                until(lambda: session._unfoldable is not None, 60, "NotFolded")  # noqa: B023
     return {"done": done, "restored": restored, "last": job.digest()}

@@ -79,7 +79,7 @@ def compact(
             scene.step(t)
             ck.step()
             if t + 1 in expected:
-                until(lambda: t + 1 in fulls(run), 30, f"a full of {t + 1}")  # noqa: B023
+                until(lambda: t + 1 in fulls(run), 60, f"a full of {t + 1}")  # noqa: B023
     assert fulls(run) == list(expected)
     return scene
 
@@ -155,9 +155,9 @@ def store_and_wait(make: Make, run: Path, step: int, total: int) -> None:
             scene.step(t)
             ck.step()
             if t + 1 == 3 < step:
-                until(lambda: 3 in fulls(run), 30, "a full of 3")
+                until(lambda: 3 in fulls(run), 60, "a full of 3")
             if t + 1 == step:
-                until(lambda: session._not_folded or not session._compacts, 30, "NotFolded")
+                until(lambda: session._not_folded or not session._compacts, 60, "NotFolded")
 
 
 def test_weights_changed_behind_torchs_back(
@@ -191,7 +191,7 @@ def test_what_is_noticed_at_the_end_is_said(
             scene.step(t)
             ck.step()
         session: Any = ck._session
-        until(lambda: session._not_folded is not None, 30, "NotFolded")
+        until(lambda: session._not_folded is not None, 60, "NotFolded")
     (error,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
     assert "the log is of no use from step 4 on: " in error
     assert "second.weight is not what it was" in error

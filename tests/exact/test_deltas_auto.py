@@ -66,6 +66,6 @@ def test_after_falling_back_every_step_is_stored_in_full(run_dir: Path) -> None:
         session._fall_back("a test wants it")
         for _ in range(6):
             _train(model, optimizer, ck, 1)
-            until(lambda: ck.stats[-1].durable, 20, "the step to be durable")
+            until(lambda: ck.stats[-1].durable, 60, "the step to be durable")
         assert session._engine._every == 1 and session._recorder is None
     assert ck.steps()[-6:] == [11, 12, 13, 14, 15, 16]

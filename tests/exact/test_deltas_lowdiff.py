@@ -131,7 +131,7 @@ class Stopped:
 
         def slow(tail: Tail, nbytes: int, wait_s: float) -> memoryview | None:
             self.waiting.set()
-            assert self.open.wait(30)
+            assert self.open.wait(60)
             return reserve(tail, nbytes, wait_s)
 
         monkeypatch.setattr(Tail, "reserve", slow)
@@ -173,7 +173,7 @@ def test_a_delta_in_flight_is_not_overwritten_by_the_next_step(
         for t in (5, 6):  # both are waiting to be handed over
             scene.step(t)
             ck.step()
-        assert log.waiting.wait(30)
+        assert log.waiting.wait(60)
         scene.optimizers["optimizer"].zero_grad()
         log.open.set()
     assert fulls(run_dir) == [1]
@@ -209,7 +209,7 @@ def test_used_gradients_do_not_pile_up(run_dir: Path, monkeypatch: pytest.Monkey
             assert alive() == []
             log = Stopped(monkeypatch)
             train(ck, 6, 8)
-            assert log.waiting.wait(30)
+            assert log.waiting.wait(60)
             assert alive() == [6, 7]
             log.open.set()
             ck._session._recorder.settle()  # type: ignore[union-attr]

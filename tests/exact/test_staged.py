@@ -86,7 +86,7 @@ def test_after_an_agent_has_been_killed(run_dir: Path, uninterrupted: list[Froze
             scene.step(t)
             ck.step()
             if t in (0, 4, STEPS - 2):
-                until(lambda: agents_of(run_dir), 20, "an agent to be there")
+                until(lambda: agents_of(run_dir), 60, "an agent to be there")
                 os.kill(agents_of(run_dir)[0], signal.SIGKILL)
         assert ck.restore() == STEPS - 1
         assert_same_state(uninterrupted[STEPS - 1], scene.state())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import logging
@@ -15,6 +16,7 @@ from torch import nn
 
 from everystep import Checkpointer, Peers, Replica, Retention
 from peers.hosts import move_to
+from waiting import until
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -29,6 +31,12 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 PACE_S = 0.02
 """Between two steps: it leaves the processors to agents that start."""
+
+PATIENCE_S = 120.0
+
+MOST_ON_THEIR_WAY, STILL_S = 5, 5.0
+"""So many steps may have been handed over and not been folded: an agent that stands still for so
+long is waited for, since a lost host costs what is on its way."""
 
 
 class Job:
@@ -57,6 +65,13 @@ class Job:
         return found.hexdigest()[:16]
 
 
+def wait_for_agent(ck: Any) -> None:
+    """Let it fold, if it can: where a host is gone, the others find out by training."""
+    log = ck._agent.log
+    with contextlib.suppress(TimeoutError):
+        until(lambda: len(log.unsaved()) <= MOST_ON_THEIR_WAY, STILL_S, "steps to be folded")
+
+
 def train(
     host: str,
     run: str,
@@ -82,7 +97,7 @@ def train(
         init_method=f"tcp://{master}:{port}",
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=15),
+        timeout=datetime.timedelta(seconds=PATIENCE_S),  # agents of all ranks may start meanwhile
     )
     job = Job(rank)
     strategy = Replica(persist_every=100_000, peers=Peers(copies=2))
@@ -96,6 +111,7 @@ def train(
         select.select([], [], [], PACE_S)
         job.step()
         ck.step()
+        wait_for_agent(ck)
         print(f"step {step} {job.digest()}", flush=True)
     if reference:
         job = Job(rank)

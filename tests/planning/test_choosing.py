@@ -175,7 +175,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.parametrize("name", ["full", "replica"])
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(case=cases())
 def test_prediction_and_simulation_agree(name: Name, case: Case) -> None:
     facts = case.facts

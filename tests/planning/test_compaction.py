@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from everystep.errors import UsageError
@@ -66,7 +66,6 @@ def test_an_agent_that_folds_slower_than_training_steps() -> None:
             choose(costs)
 
 
-@settings(deadline=None)
 @given(
     step_s=st.floats(0.05, 5), state_bytes=st.integers(10**6, 10**11),
     write_bytes_per_s=st.floats(1e8, 1e10), fold_s=st.floats(0, 1),

@@ -148,7 +148,7 @@ def test_poisson_failures() -> None:
 # ---------------------------------------------------------------- against the closed form
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     full_every=st.integers(1, 400),
     batch=st.integers(1, 60),

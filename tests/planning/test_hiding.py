@@ -7,7 +7,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everystep.errors import UsageError
@@ -125,7 +125,6 @@ def test_there_must_be_a_window() -> None:
 POSITIVE = st.floats(1e-3, 1e3)
 
 
-@settings(deadline=None)
 @given(state=st.integers(0, 10**6), cycle_s=POSITIVE, rate=POSITIVE)
 def test_steps_between_is_the_least_number_that_is_enough(
     state: int, cycle_s: float, rate: float
@@ -172,7 +171,6 @@ def test_it_falls_by_half_after_calm_that_lasts() -> None:
     assert after(Interval(8), *interrupted) == [8] * len(interrupted)
 
 
-@settings(deadline=None)
 @given(needs=st.lists(st.floats(0.01, 300), max_size=40), start=st.integers(0, 9))
 def test_it_is_a_power_of_two_and_never_far_too_small(needs: list[float], start: int) -> None:
     interval = Interval(1 << start)
@@ -185,7 +183,6 @@ def test_it_is_a_power_of_two_and_never_far_too_small(needs: list[float], start:
         assert 0 <= interval.calm < hiding.PATIENCE
 
 
-@settings(deadline=None)
 @given(need=st.floats(0.01, 300), wobble=st.lists(st.floats(-0.04, 0.04), min_size=99, max_size=99))
 def test_it_does_not_swing_where_the_need_only_wobbles(need: float, wobble: list[float]) -> None:
     path = after(Interval(), *(need * (1 + share) for share in wobble))

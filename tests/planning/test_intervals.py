@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -34,8 +34,6 @@ GPT = Costs(
     batch_stall_s=0.002, record_stall_s=0.001, full_stall_s=0.02,
 )  # fmt: skip
 """124 M parameters at 1 % density on a fast disk."""
-
-timeless = settings(deadline=None)
 
 
 def times(low: float, high: float) -> st.SearchStrategy[float]:
@@ -98,7 +96,6 @@ def test_a_batch_longer_than_the_fulls_are_apart_is_cut() -> None:
     assert cut.cycle_s == pytest.approx(10 * 0.501 + 3 * 0.002 + 0.02)
 
 
-@timeless
 @given(all_costs(), st.integers(1, 2000), st.integers(1, 200))
 def test_the_causes_add_up(costs: Costs, full_every: int, batch: int) -> None:
     assume(disk_load(costs, full_every, batch) <= 1)
@@ -109,7 +106,6 @@ def test_the_causes_add_up(costs: Costs, full_every: int, batch: int) -> None:
     assert min(w.visible_share, w.lost_share, w.restart_share, w.load_share) >= -1e-12
 
 
-@timeless
 @given(all_costs(), st.integers(1, 2000), st.integers(1, 200))
 def test_without_failures_only_what_is_visible_is_wasted(
     costs: Costs, full_every: int, batch: int
@@ -121,7 +117,6 @@ def test_without_failures_only_what_is_visible_is_wasted(
     assert w.lost_share == w.replay_share == w.load_share == w.restart_share == 0
 
 
-@timeless
 @given(
     all_costs(), st.integers(1, 2000), st.integers(1, 200), st.floats(1, 3),
     st.sampled_from([
@@ -140,7 +135,6 @@ def test_waste_does_not_fall_where_a_cost_rises(
     )
 
 
-@timeless
 @given(all_costs(), st.integers(1, 2000), st.integers(1, 200), st.floats(1, 100))
 def test_waste_falls_where_failures_are_rarer(
     costs: Costs, full_every: int, batch: int, times: float
@@ -187,7 +181,6 @@ def test_limits_that_make_no_sense(more: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- the choice
 
 
-@timeless
 @given(all_costs(), st.floats(0.05, 1))
 def test_a_choice_respects_its_limits(costs: Costs, disk_share: float) -> None:
     limits = Limits(
@@ -203,7 +196,6 @@ def test_a_choice_respects_its_limits(costs: Costs, disk_share: float) -> None:
     assert waste.memory_bytes <= 20 * costs.delta_bytes
 
 
-@timeless
 @given(all_costs(), st.integers(0, 10**9))
 def test_no_choice_of_the_model_wastes_much_less(costs: Costs, seed: int) -> None:
     found = chosen(costs)

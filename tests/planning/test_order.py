@@ -7,7 +7,7 @@ from fractions import Fraction
 from itertools import chain, combinations, permutations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everystep.errors import UsageError
@@ -59,14 +59,12 @@ def late_by_slots(chunks: list[Chunk], priority: tuple[int, ...], rate: int) -> 
     return sum(left)
 
 
-@settings(deadline=None)
 @given(chunks=CHUNKS, rate=st.integers(1, 4))
 def test_no_schedule_leaves_fewer_bytes(chunks: list[Chunk], rate: int) -> None:
     late = sum(by_deadline(chunks, float(rate)).late_bytes)
     assert late == least_late_by_cuts(chunks, rate)
 
 
-@settings(deadline=None)
 @given(chunks=CHUNKS.filter(lambda chunks: len(chunks) <= 4), rate=st.integers(1, 2))
 def test_no_order_of_chunks_is_better(chunks: list[Chunk], rate: int) -> None:
     orders = permutations(range(len(chunks)))
@@ -78,7 +76,6 @@ def test_no_order_of_chunks_is_better(chunks: list[Chunk], rate: int) -> None:
     )
 
 
-@settings(deadline=None)
 @given(
     chunks=st.lists(
         st.builds(

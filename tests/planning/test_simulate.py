@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from everystep.errors import UsageError
@@ -27,8 +27,6 @@ EIGHTHS = st.integers(0, 40).map(lambda n: n / 8)
 
 PARTS = st.sampled_from([1, 2, 3, 7, 12])
 """Chunks of a state."""
-
-timeless = settings(deadline=None)
 
 
 @st.composite
@@ -94,7 +92,6 @@ def begun(ran: Simulation, every: int, checkpoints: int) -> list[Fraction]:
     return [Fraction(ran.steps[every * n - 1].end_s) for n in range(1, checkpoints + 1)]
 
 
-@timeless
 @given(f=all_figures(), parts=PARTS)
 def test_snapshots_and_stalls_are_those_of_the_closed_form(f: Figures, parts: int) -> None:
     chunk = -(-f.state_bytes // parts)
@@ -116,7 +113,6 @@ def test_snapshots_and_stalls_are_those_of_the_closed_form(f: Figures, parts: in
         assert (step.staged_s is not None) == (step.step % n == 0)
 
 
-@timeless
 @given(f=all_figures(), parts=PARTS, steps=st.integers(1, 6))
 def test_no_stall_at_all_exactly_where_the_state_fits_the_window(
     f: Figures, parts: int, steps: int
@@ -128,7 +124,6 @@ def test_no_stall_at_all_exactly_where_the_state_fits_the_window(
     assert (sum(step.stall_s for step in ran.steps) == 0) == (fits or steps == 1)
 
 
-@timeless
 @given(f=all_figures(), parts=PARTS)
 def test_a_checkpoint_has_left_before_the_next_exactly_where_the_link_can_carry_them(
     f: Figures, parts: int
@@ -156,7 +151,6 @@ def test_a_checkpoint_has_left_before_the_next_exactly_where_the_link_can_carry_
             assert staged <= second + tiny
 
 
-@timeless
 @given(f=all_figures(), parts=PARTS)
 def test_extra_memory_is_that_of_the_closed_form(f: Figures, parts: int) -> None:
     chunk = -(-f.state_bytes // parts)
@@ -171,7 +165,6 @@ def test_extra_memory_is_that_of_the_closed_form(f: Figures, parts: int) -> None
         assert most == 0
 
 
-@timeless
 @given(
     offload=st.integers(8, 50),
     snapshot=st.integers(1, 50),
@@ -206,7 +199,6 @@ def as_dict(f: Figures) -> dict[str, float]:
     return {name: getattr(f, name) for name in f.__struct_fields__}
 
 
-@timeless
 @given(
     f=all_figures(),
     parts=PARTS,
@@ -226,7 +218,6 @@ def test_a_faster_path_never_stalls_more(f: Figures, parts: int, factor: int, na
     assert ends[1] <= ends[0] + 1e-9
 
 
-@timeless
 @given(f=all_figures(), parts=PARTS)
 def test_skip_makes_the_steps_durable_that_storage_has_time_for(f: Figures, parts: int) -> None:
     chunk = -(-f.state_bytes // parts)
@@ -251,7 +242,6 @@ def test_skip_makes_the_steps_durable_that_storage_has_time_for(f: Figures, part
     assert all(one <= bound + Fraction(1, 10**9) for one in lost)
 
 
-@timeless
 @given(f=all_figures(), parts=PARTS)
 def test_block_makes_every_checkpoint_durable_and_steps_as_long_as_storage_needs(
     f: Figures, parts: int
@@ -307,7 +297,6 @@ def test_skip_without_room_takes_none_and_block_waits() -> None:
     assert sum(s.staging_s for s in blocked.steps) > 0
 
 
-@timeless
 @given(f=all_figures(), parts=PARTS, policy=st.sampled_from(["skip", "block"]))
 def test_what_every_timeline_keeps_to(f: Figures, parts: int, policy: Policy) -> None:
     chunk = -(-f.state_bytes // parts)

@@ -25,6 +25,8 @@ from recovery.own_optimizer import Halving
 from trips import BLOCKING
 from waiting import until
 
+pytestmark = pytest.mark.usefixtures("patience")
+
 KEEP_ALL = Retention(keep_last=None)
 STRATEGY = Deltas(full_every=4, batch=1, check=False, linger_s=1)
 DEADLINE_S = 60.0

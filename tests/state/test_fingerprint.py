@@ -89,6 +89,6 @@ def test_ten_thousand_tensors_are_chosen_from_at_once() -> None:
 
 
 def _timed(rota: Rota, step: int) -> float:
-    start = time.perf_counter()
+    start = time.thread_time()
     assert len(rota.turns(step).position) == 625
-    return time.perf_counter() - start
+    return time.thread_time() - start

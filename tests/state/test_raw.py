@@ -49,7 +49,7 @@ def test_every_dtype_of_torch_is_stored_or_refused(dtype: torch.dtype) -> None:
 
 
 @given(tensors())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_stretch_of_any_tensor(tensor: torch.Tensor) -> None:
     whole = FrozenTensor(tensor).items.tobytes()
     size = tensor.element_size()
@@ -97,7 +97,7 @@ def test_single_elements_of_any_stride() -> None:
 
 
 @given(tensors())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_memory_order_is_kept_where_memory_is_dense(tensor: torch.Tensor) -> None:
     back, view = raw.empty_for(_spec(tensor))
     view[:] = _bytes_of(tensor)
@@ -122,7 +122,7 @@ def test_a_shape_beyond_memory_is_an_error() -> None:
 
 
 @given(tensors())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_written_into_a_tensor_of_other_strides(source: torch.Tensor) -> None:
     for live in (
         torch.zeros_like(source, memory_format=torch.contiguous_format),

@@ -863,7 +863,7 @@ class Mutations(RuleBasedStateMachine):
             same_as_capture(case.recapture, case.objects)
 
 
-Mutations.TestCase.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)
+Mutations.TestCase.settings = settings(max_examples=40, stateful_step_count=15)
 test_any_order_of_changes = Mutations.TestCase
 
 

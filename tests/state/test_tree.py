@@ -34,7 +34,7 @@ def _through_json(value: Any) -> Any:
 
 
 @given(trees())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_tree_comes_back_as_it_was(value: Any) -> None:
     assert_same_state(_through_json(value), value)
 

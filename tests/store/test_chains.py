@@ -373,7 +373,7 @@ def model(history: History, timeline: str, step: int) -> str | None:
     return None if way is None else f"{way}, {step} of {session}"
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(histories())
 def test_as_the_model_says(history: History) -> None:
     for timeline in history.timelines:

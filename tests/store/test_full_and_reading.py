@@ -63,7 +63,7 @@ STATES = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(state=STATES, world_size=st.integers(1, 5))
 def test_any_state_comes_back(
     tmp_path_factory: pytest.TempPathFactory,

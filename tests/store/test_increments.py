@@ -184,7 +184,7 @@ def changed(tensors: Sequence[Tensor], share: float, rng: random.Random) -> list
     return found
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.one_of(st.floats(0, 1), st.just(0.0), st.just(1.0)), max_size=50), st.randoms())
 def test_over_any_history_an_image_is_whole_and_little_is_kept_for_it(
     shares: list[float], rng: random.Random

@@ -139,7 +139,7 @@ def test_the_way_to_a_step_that_is_kept_and_folded_stays() -> None:
     assert [entry.ref.step for entry in plan] == [10, 30]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sets(st.integers(1, 40), min_size=1),
     st.lists(st.integers(1, 6), min_size=1, max_size=12),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import everystep
@@ -225,7 +225,6 @@ GRAPHS = st.dictionaries(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 2)), unique=True), GRAPHS)
 def test_the_order_of_removal(
     numbers: list[tuple[int, int]], graph: dict[StepRef, set[StepRef]]
@@ -752,7 +751,7 @@ class History:
         assert all(e.whole or self.is_needed(e) for e in self.run.listing().steps)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(POLICIES, POLICIES, st.lists(STARTS, min_size=1, max_size=4))
 def test_whatever_happens_a_step_that_is_listed_can_be_read(
     tmp_path_factory: pytest.TempPathFactory,

@@ -426,7 +426,7 @@ class Ranks:
         self.newest = newest
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     count=st.integers(1, 4),
     policy=st.builds(

@@ -167,10 +167,10 @@ def one(seed: int) -> int:
     draw = random.Random(seed)
     through, bases = ((through_nccl, NCCL), (through_gloo, GLOO))[seed % 3 == 0]
     frames, hit = mutated(draw.choice(bases), draw)
-    began_s = time.monotonic()
+    began_s = time.process_time()
     with contextlib.suppress(NotACapture):
         through(f.pcap(frames, big=draw.random() < 0.3, ns=draw.random() < 0.5), draw)
-    assert time.monotonic() - began_s < MOST_S, seed
+    assert time.process_time() - began_s < MOST_S, seed
     return hit
 
 

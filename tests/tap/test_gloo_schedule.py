@@ -37,7 +37,7 @@ def test_each_reduced_byte_is_sent_by_every_rank_but_one(ranks: int) -> None:
 
 
 @given(st.integers(1, 3000), st.integers(2, 6), st.integers(0, 5), st.booleans(), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_size_that_is_told_by_lengths_is_the_right_one(
     count: int, ranks: int, rank: int, is_over: bool, is_known: bool
 ) -> None:

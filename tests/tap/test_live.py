@@ -40,7 +40,7 @@ def collect(live: Live, wanted: int) -> list[bytes]:
                 got.append(frames.data[row["at"] : row["at"] + row["captured"]].tobytes())
         return len(got) >= wanted
 
-    until(more, 20, f"{wanted} frames")
+    until(more, 60, f"{wanted} frames")
     return got
 
 
@@ -84,7 +84,7 @@ def test_messages_live(pair: tuple[str, str]) -> None:
                         done.append(messages.data[row["at"] : row["at"] + row["nbytes"]].tobytes())
             return len(done) >= 100
 
-        until(more, 20, "100 messages")
+        until(more, 60, "100 messages")
     assert done == [bytes([i % 256]) * 2500 for i in range(100)]
 
 
@@ -117,7 +117,7 @@ def test_what_has_no_room_is_counted(pair: tuple[str, str]) -> None:
     with Live(a, blocks=2, block_bytes=1 << 16) as live, sender(b) as out:
         for _ in range(200):
             out.send(frame)
-        until(lambda: live.drops().packets == 200, 20, "every frame to be counted")
+        until(lambda: live.drops().packets == 200, 60, "every frame to be counted")
         drops = live.drops()
         assert 0 < drops.dropped < 200 and drops.packets == 200
         got = collect(live, drops.packets - drops.dropped)

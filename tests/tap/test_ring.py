@@ -19,7 +19,7 @@ def piece(start: int, stop: int, *, number: int = 0, stream: int = 0, frame: int
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_pieces_in_any_order(data: st.DataObject) -> None:
     length = data.draw(st.integers(1, 700))
     cuts = data.draw(

@@ -171,7 +171,7 @@ def check_content(base: Base, got: Got) -> int:
 
 
 @given(st.integers(0, len(BASES) - 1), st.integers(0, 1 << 32))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_with_the_icrc_no_damage_gives_a_wrong_byte(which: int, seed: int) -> None:
     frames, _ = mutate(BASES[which], seed)
     for got in decode(frames, Tracker()):
@@ -179,7 +179,7 @@ def test_with_the_icrc_no_damage_gives_a_wrong_byte(which: int, seed: int) -> No
 
 
 @given(st.integers(0, len(BASES) - 1), st.integers(0, 1 << 32), st.sampled_from([None, LL, LL128]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_without_the_icrc_everything_stays_in_bounds(
     which: int, seed: int, form: int | None
 ) -> None:
@@ -190,7 +190,7 @@ def test_without_the_icrc_everything_stays_in_bounds(
 
 
 @given(st.integers(0, len(BASES) - 1), st.integers(0, 1 << 32))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_damaged_file_is_read_or_refused(which: int, seed: int) -> None:
     fuzz_file(BASES[which], random.Random(seed))
 

@@ -86,7 +86,7 @@ def test_live(pair: tuple[str, str], as_json: bool, capsys: pytest.CaptureFixtur
         return any(line.split()[4:6] == [index, "1"] for line in lines)
 
     def send() -> None:
-        until(is_bound, 20, "the capture to begin")
+        until(is_bound, 60, "the capture to begin")
         with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0) as out:
             out.bind((b, 0))
             for frame in frames:

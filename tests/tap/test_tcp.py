@@ -253,7 +253,7 @@ def test_without_the_compiled_loops_it_says_so(monkeypatch: pytest.MonkeyPatch) 
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_whatever_happens_on_the_way_bytes_are_right_or_told_lost(data: st.DataObject) -> None:
     rng = random.Random(data.draw(st.integers(0, 1 << 30)))
     loss, repeat, shuffle = (data.draw(st.floats(0, 0.5)) for _ in range(3))
