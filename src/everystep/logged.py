@@ -187,7 +187,7 @@ class Logged(Recorded):
         if why is not None:
             _log.warning("the agent's copy begins anew from step %s: %s", ref, why)
             self._engine.owe(wait=self._policy == "block")
-            self._rebase(cost)
+            self._rebase(ref.step, cost)
 
     def _end_copy(self, told: p.NotFolded) -> None:
         """The agent makes no full checkpoints any more. The log goes on, and other ranks' agents
@@ -219,7 +219,7 @@ class Logged(Recorded):
         self._chain.begin(step)
         if self._compacts:
             self._lost = False
-            self._rebase(cost)
+            self._rebase(step, cost)
 
     def _fall_back(self, why: str) -> None:
         super()._fall_back(why)

@@ -87,7 +87,7 @@ class Mirrored(Recorded):
 
     def _begin_chain(self, step: int, cost: Cost) -> None:
         self._base = cost
-        self._rebase(cost)
+        self._rebase(step, cost)
 
     def close(self) -> None:
         """Stage what is under way, and hand over the last deltas. The agent goes on."""

@@ -136,14 +136,14 @@ class Recorded(Staged):
     def _begin_chain(self, step: int, cost: Cost) -> None:
         """Deltas go on from the state after this step, which is stored in full."""
 
-    def _rebase(self, cost: Cost) -> None:
-        """Have the agent's copy give way to the full checkpoint of this step. The agent hears of it
+    def _rebase(self, step: int, cost: Cost) -> None:
+        """Have the agent's copy give way to the full checkpoint of a step. The agent hears of it
         after the deltas before that, which it would not fold otherwise, and before anything of the
         full checkpoint, which it would give up again."""
         if self._recorder is not None:
             with cost.stalled("staging"):
                 self._recorder.settle()
-            self._agent.log.rebase()
+            self._agent.log.rebase(step)
 
     def _fall_back(self, why: str) -> None:
         """Go on as `Full(every=1)` does."""

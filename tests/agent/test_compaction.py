@@ -160,7 +160,7 @@ def test_a_step_that_comes_whole_is_begun_from(begin: Begin, mirror: type[ByteMi
     trainer = scene.training()
     trainer.record(2, 3)
     trainer.until_folded(3)
-    trainer.log.rebase()
+    trainer.log.rebase(4)
     trainer.stage(4)
     trainer.open(4)
     trainer.record(5)
@@ -177,7 +177,7 @@ def test_the_log_goes_on_while_a_step_comes_whole(begin: Begin, mirror: type[Byt
     trainer.record(2)
     trainer.until_folded(2)
     held.hold()
-    trainer.log.rebase()
+    trainer.log.rebase(4)
     trainer.stage(4)
     trainer.record(3, 4)
     trainer.open(4)
@@ -189,12 +189,30 @@ def test_the_log_goes_on_while_a_step_comes_whole(begin: Begin, mirror: type[Byt
     assert scene.segments() == [[2, 3, 4], [5, 6]]
 
 
+def test_a_step_on_its_way_when_a_later_one_comes_whole_is_not_begun_from(
+    begin: Begin, mirror: type[ByteMirror]
+) -> None:
+    scene = begin()
+    trainer = scene.training()
+    trainer.log.rebase(2)
+    room = trainer.acquire()
+    trainer.fill(room, state(2))
+    trainer.log.rebase(3)
+    trainer.seal(room, 2)
+    trainer.stage(3)
+    trainer.open(3)
+    trainer.record(4)
+    trainer.until_folded(4)
+    assert stored_steps(scene.run) == [1, 2, 3]
+    assert mirror.folded == [4]
+
+
 def test_a_larger_layout_while_the_slot_is_lent(begin: Begin, mirror: type[ByteMirror]) -> None:
     scene = begin()
     trainer = scene.training()
     trainer.record(2)
     trainer.until_folded(2)
-    trainer.log.rebase()
+    trainer.log.rebase(3)
     mirror.nbytes = 3_000_000
     larger = state(3, mirror.nbytes)
     trainer.describe(larger)
@@ -217,7 +235,7 @@ def test_a_slot_that_a_dead_agent_has_left_is_not_begun_from(
     trainer.until_told(p.Stored, 1)
     trainer.stage(4)  # the slot is given back, but nobody has said that it is a new beginning
     trainer.until_told(p.Stored, 4)
-    trainer.log.rebase()
+    trainer.log.rebase(6)
     trainer.stage(6)
     trainer.record(4, 5, 6)
     trainer.open(6)

@@ -57,6 +57,8 @@ class Scene:
     def die(self, trainer: Mirrored) -> None:
         self._trainers.remove(trainer)
         trainer.die()
+        # the end of a process is seen at once; here there is that of a connection only
+        until(lambda: self.agents.servers[-1]._owner is None, DEADLINE_S, "it to be noticed")
 
     def close(self) -> None:
         for trainer in self._trainers:
@@ -160,7 +162,7 @@ def test_a_gap_gives_the_slot_back_and_begins_anew(begin: Begin) -> None:
     trainer.stage(1)
     trainer.open(1)
     trainer.record(2, 3)
-    trainer.log.rebase()
+    trainer.log.rebase(5)
     trainer.stage(5)
     trainer.open(5)
     trainer.record(6)
@@ -168,6 +170,24 @@ def test_a_gap_gives_the_slot_back_and_begins_anew(begin: Begin) -> None:
     assert stored_steps(scene.run) == [1, 3, 5, 6]
     assert_stored(scene.run, 3)
     assert_stored(scene.run, 6)
+
+
+def test_a_step_on_its_way_when_a_later_one_comes_whole_is_not_begun_from(begin: Begin) -> None:
+    """Its slot is needed for that one."""
+    scene = begin()
+    trainer = scene.trainer()
+    trainer.stage(1)
+    trainer.log.rebase(2)
+    room = trainer.acquire()
+    trainer.fill(room, state(2))
+    trainer.log.rebase(3)
+    trainer.seal(room, 2)
+    trainer.stage(3)
+    trainer.open(3)
+    trainer.record(4)
+    assert trainer.agent.settle() == []
+    assert stored_steps(scene.run) == [1, 2, 3, 4]
+    assert_stored(scene.run, 4)
 
 
 def test_a_gap_before_the_first_one_is_begun_from(begin: Begin, mirror: type[ByteMirror]) -> None:
@@ -180,7 +200,7 @@ def test_a_gap_before_the_first_one_is_begun_from(begin: Begin, mirror: type[Byt
     assert held.waits.wait(DEADLINE_S)
     trainer.open(1)
     trainer.record(2)
-    trainer.log.rebase()
+    trainer.log.rebase(3)
     held.go_on()
     trainer.stage(3)
     trainer.open(3)
@@ -344,7 +364,7 @@ def test_a_larger_layout_while_the_slot_is_lent(begin: Begin, mirror: type[ByteM
     trainer.open(1)
     trainer.record(2)
     trainer.until_folded(2)
-    trainer.log.rebase()
+    trainer.log.rebase(3)
     mirror.nbytes = 3_000_000
     larger = state(3, mirror.nbytes)
     trainer.describe(larger)

@@ -295,8 +295,8 @@ def test_the_copy_is_told_to_give_way_between_the_deltas_and_the_full(
     monkeypatch.setattr(Tail, "rebase", slow(Tail.rebase))
     store(made(WritesOnce), run_dir, strategy=Replica(persist_every=100))
     assert said == [
-        *("Rebase", "Describe", "Seal 1", "Record 2", "Record 3"),
-        *("Rebase", "Seal 4", "Record 5", "Record 6", "Record 7"),
+        *("Rebase 1", "Describe", "Seal 1", "Record 2", "Record 3"),
+        *("Rebase 4", "Seal 4", "Record 5", "Record 6", "Record 7"),
     ]
     assert fulls(run_dir) == [1, 3, 4, 7]
 

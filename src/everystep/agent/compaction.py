@@ -99,7 +99,7 @@ class Compaction(Keeper):
         super().begin_from(index, image, slots)
         if self._failed:
             self._base = Base(index, image, slots)
-        self._let_go = self._distrusts or self._failed
+        self._let_go = self._let_go or self._distrusts or self._failed
 
     def drain(self, *, on: bool, is_alone: bool) -> None:
         """What is in the log is durable: nothing needs to be done at once.

@@ -85,6 +85,8 @@ class Keeper(ABC):
         self._every = 0
         self._is_sealed = False
         """The slot is being written, or has been, and must not be folded in."""
+        self._whole = 0
+        """The newest step that was said to come whole."""
         self._let_go = self._stop = self._busy = False
         self._failed = False
         """There will be no copy any more."""
@@ -97,7 +99,7 @@ class Keeper(ABC):
         if isinstance(message, p.Persist):
             self._every = message.steps
         else:
-            self._let_go = True
+            self._whole, self._let_go = message.step, True
         self._guard.notify_all()
 
     def begin_from(self, index: int, image: Image, slots: Slots[Image]) -> None:
@@ -105,7 +107,8 @@ class Keeper(ABC):
         if self._begin.world_size > 1 and any(spec.replicated for spec in image.specs):
             image.agreement = UNKNOWN  # other ranks may have this step by folding
         if not self._failed:
-            self._base, self._let_go = Base(index, image, slots), False
+            # an earlier one may have been on its way when a later one was spoken of
+            self._base, self._let_go = Base(index, image, slots), image.ref.step < self._whole
             self._guard.notify_all()
 
     @property

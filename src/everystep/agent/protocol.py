@@ -283,8 +283,10 @@ class Persist(Struct, tag=True):
 
 
 class Rebase(Struct, tag=True):
-    """Trainer: the next step comes whole, and the replica begins anew from it: write what it holds,
-    and give its slot back."""
+    """Trainer: a step comes whole, and the replica begins anew from it: write what it holds of
+    earlier ones, and give its slot back."""
+
+    step: int
 
 
 class Mirrored(Struct, tag=True, kw_only=True):

@@ -102,10 +102,10 @@ class Tail:
                 self._persist = p.Persist(steps)
                 self._send(self._persist, None)
 
-    def rebase(self) -> None:
-        """Have the replica give its slot to a step that comes whole."""
+    def rebase(self, step: int) -> None:
+        """Have the replica give its slot to this step, which comes whole."""
         with self._changed:
-            self._send(p.Rebase(), None)
+            self._send(p.Rebase(step), None)
 
     def reserve(self, nbytes: int, wait_s: float) -> memoryview | None:
         """See `RecordSink.reserve`."""
@@ -221,7 +221,7 @@ class Tail:
         if self._opened is not None and self._opened is not opened:
             yield msgspec.structs.replace(self._opened, stale=self._mirrored), None
         if not self._mirrored:  # all that the one before may have folded in is known by now
-            yield p.Rebase(), None
+            yield p.Rebase(0), None
         yield p.Flush(), None  # somebody may be waiting for room
 
     def close(self) -> None:
