@@ -132,6 +132,7 @@ def train(
             print("restored", done, job.digest(), flush=True)
             progress["restored"] = done
             for step in range(done + 1, total + 1):
+                progress.await_leave(step - done)
                 job.step(1)
                 print("at", step, job.digest(), flush=True)
                 ck.step(loss=step / 3)

@@ -20,7 +20,7 @@ from crash.test_deltas import (
     reference,  # noqa: F401 - a fixture
 )
 from crash.test_sigkill import at_an_instant
-from crash.test_staged import kill_agents, nothing_is_left
+from crash.test_staged import AHEAD, kill_agents, nothing_is_left
 from crash.test_staged_faults import SLACK_BYTES
 from everystep import stats
 from everystep.store.measured import KEPT_STEPS
@@ -123,12 +123,14 @@ def test_the_trainer_is_killed_inside(lives: ReplicaLives) -> None:
 def test_the_agent_is_killed(lives: ReplicaLives) -> None:
     """Training goes on with another one, which begins from a step that comes whole."""
     rng = random.Random(SEED)
-    child = lives.begin(total=100, catch_up_every=10)
+    child = lives.begin(total=100, limit=AHEAD, catch_up_every=10)
     for upto in (3, 25, 55):
+        lives.board["limit"] = upto + AHEAD
         until(lambda: lives.board["returned"] >= upto or child.status(), 90, "steps")  # noqa: B023
         until(lambda: agents_of(lives.run), 60, "the next agent")
         at_an_instant(rng.uniform(0, 0.02))
         assert kill_agents(lives.run) == 1
+    lives.board["limit"] = 0
     rows = lives.finish(100)
     said = child.said()
     assert said.count("has died: starting another") + said.count("did not start") == 3
@@ -202,7 +204,7 @@ class TwoRanks:
     def begin(self, total: int | None = None, **options: object) -> None:
         group = self._group()
         for lives in self.ranks:
-            lives.begin(total or self._total, rank=lives.rank, **group, **options)
+            lives.begin(total, rank=lives.rank, **group, **options)
 
     def kill(self, *victims: int) -> None:
         """Kill the trainers of some ranks; those of the others end when their peer is gone."""
@@ -275,7 +277,7 @@ def test_the_agent_of_one_of_two_ranks_is_killed(
 ) -> None:
     """Its rank begins anew; nobody takes this for a difference between the ranks."""
     job = TwoRanks(zygote, quick_path, 150)
-    job.begin(**options)
+    job.begin(150, **options)
     for lives in job.ranks:
         lives.reach(30)
     os.kill(agents_of(job.ranks[0].run)[0], signal.SIGKILL)

@@ -25,6 +25,8 @@ from zygote import Child, Zygote
 SEED = 20261129
 KILLS = 16
 TOTAL = 250
+AHEAD, AT_FIRST = 20, 60
+"""Steps that a life may have which the test has not waited for; and before it has waited."""
 
 
 class Lives:
@@ -50,14 +52,21 @@ class Lives:
         self._births = 0
         self.child: Child | None = None
 
-    def begin(self, total: int = TOTAL, **options: object) -> Child:
+    def begin(self, total: int | None = None, limit: int = 0, **options: object) -> Child:
+        """A life of so many steps; None: it does not end by itself.
+
+        Args:
+            limit: so many steps until the board says otherwise; 0: any.
+        """
         self.board.clear()
+        ends = total is not None or "die" in options
+        self.board["limit"] = limit if ends else AT_FIRST
         self._births += 1
         self.child = self._zygote.start(
             self._train,
             self._where / f"log{self.rank}.{self._births}",
             run=str(self.run),
-            total=total,
+            total=len(self._reference) - 1 if total is None else total,
             board=str(self._where / f"board{self.rank}"),
             **options,
         )
@@ -67,6 +76,8 @@ class Lives:
         """Wait until a state is restored and so many steps are done."""
         assert self.child is not None
         child = self.child
+        if self.board["limit"]:
+            self.board["limit"] = more + AHEAD
         until(lambda: self.board["restored"] >= 0 or child.status(), 60, "a restored state")
         target = self.board["restored"] + more
         done = lambda: self.board["returned"] >= target or more == 0  # noqa: E731
@@ -178,14 +189,18 @@ def test_the_trainer_is_killed_inside(lives: Lives) -> None:
 def test_the_agent_is_killed(lives: Lives) -> None:
     """Training goes on with another one, and every step becomes durable all the same."""
     rng = random.Random(SEED)
-    child = lives.begin(total=60)
+    child = lives.begin(total=60, limit=AHEAD)
     for upto in (2, 15, 30):
+        lives.board["limit"] = upto + AHEAD
         until(lambda: lives.board["returned"] >= upto or child.status(), 60, "steps")  # noqa: B023
+        until(lambda: agents_of(lives.run), 60, "the next agent")
         at_an_instant(rng.uniform(0, 0.02))
         assert kill_agents(lives.run) == 1
+    lives.board["limit"] = 0
     lives.unwanted = {"damage"}  # what the dead left stays till the next session
     rows = lives.finish(60)
-    assert child.said().count("has died: starting another") == 3
+    said = child.said()  # one that is killed while it starts has not died yet
+    assert said.count("has died: starting another") + said.count("did not start") == 3
     assert [row for row in rows if not (row[1] and row[2]) or row[3]] == []
 
 
@@ -227,7 +242,7 @@ def test_an_agent_that_stops_answering(
     for policy in ("skip", "block"):
         (quick_path / policy).mkdir()
         both[policy] = Lives(zygote, quick_path / policy, reference)
-        both[policy].begin(policy=policy)
+        both[policy].begin(TOTAL, policy=policy)
     for policy, lives in both.items():
         lives.reach(5)
         (agent,) = agents_of(lives.run)
@@ -260,13 +275,13 @@ def test_one_of_two_ranks_is_killed(zygote: Zygote, quick_path: Path) -> None:
     group: dict[str, object] = {"world_size": 2, "meet": str(quick_path / "meet")}
     logs = [quick_path / f"reference{rank}" for rank in range(2)]
     start = "crash.staged_scenes.reference"
-    both = [zygote.start(start, log, total=60, rank=r, **group) for r, log in enumerate(logs)]
+    both = [zygote.start(start, log, total=100, rank=r, **group) for r, log in enumerate(logs)]
     assert [child.wait() for child in both] == [0, 0], both[0].said()
     ranks = [Lives(zygote, quick_path, child.said().split(), r) for r, child in enumerate(both)]
     rng = random.Random(SEED)
     for life in range(5):
         group["meet"] = f"{quick_path / 'meet'}{life}"
-        end = ranks[0].floor + 3 if life == 4 else 60
+        end = ranks[0].floor + 3 if life == 4 else None
         for lives in ranks:
             lives.begin(end, rank=lives.rank, **group)
         if life == 4:
@@ -287,6 +302,7 @@ def test_one_of_two_ranks_is_killed(zygote: Zygote, quick_path: Path) -> None:
         staged = min(lives.floor for lives in ranks)
         for lives in ranks:
             lives.floor = staged
+    assert end is not None
     for lives in ranks:  # before one is looked at: a step is whole when both have stored it
         assert lives.child is not None
         assert lives.child.wait() == 0, lives.child.said()

@@ -34,7 +34,7 @@ from waiting import until
 class Board:
     """Numbers in a shared file, which a killed process cannot take with it."""
 
-    FIELDS = ("restored", "returned", "staged", "durable", "place", "calls", "go")
+    FIELDS = ("restored", "returned", "staged", "durable", "place", "calls", "go", "limit")
     NOWHERE, RESTORING, TRAINING, SAVING, ENDING = range(5)
 
     def __init__(self, path: str | Path) -> None:
@@ -53,7 +53,12 @@ class Board:
     def clear(self) -> None:
         """For the next life."""
         for field in self.FIELDS:
-            self[field] = 0 if field in ("place", "calls", "go") else -1
+            self[field] = 0 if field in ("place", "calls", "go", "limit") else -1
+
+    def await_leave(self, more: int) -> None:
+        """Stand still before so many steps of a life are more than the test lets it have (0: any),
+        so that a test that is late does not find a life at its end."""
+        until(lambda: self["limit"] == 0 or more <= self["limit"], 10, "leave to go on")
 
     def close(self) -> None:
         """Give the map up."""

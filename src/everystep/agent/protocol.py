@@ -283,8 +283,7 @@ class Persist(Struct, tag=True):
 
 
 class Rebase(Struct, tag=True):
-    """Trainer: a step comes whole, and the replica begins anew from it: write what it holds of
-    earlier ones, and give its slot back."""
+    """Trainer: this step comes whole, and the replica begins anew from it: give the slot back."""
 
     step: int
 
