@@ -163,7 +163,7 @@ class Checkpointer:
         if any(other != asked[0] for other in asked):
             raise RanksDisagree("ranks called restore() differently", found=asked)
         self._end_session()
-        self._ask_shadow()
+        self._ask_shadow(step)
         run = self._open_run()
         self._settle(run)
         with contextlib.closing(self._in_memory(run)) as overlay:
@@ -186,12 +186,12 @@ class Checkpointer:
         _log.info("%s: restored step %s in %.2f s", self._path, restored.chain.ref, took_s)
         return self._done
 
-    def _ask_shadow(self) -> None:
-        """Have the newest step of a shadow in the store."""
+    def _ask_shadow(self, step: int | StepRef | None) -> None:
+        """Have the newest step of a shadow in the store, and the one that is asked for."""
         shadow = self._sessions.shadow
         if shadow is not None and not self._closed:
             plan = shadow_plan(shadow)
-            on_first_rank(self._ranks, lambda: fetch(self._backend, plan))
+            on_first_rank(self._ranks, lambda: fetch(self._backend, plan, step))
 
     def _open_run(self) -> Run:
         """The run, made by rank 0 where it is not there yet."""

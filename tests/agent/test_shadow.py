@@ -11,54 +11,13 @@ import pytest
 
 import everystep
 from agent.replica_scenes import agents_in_threads
+from agent.shadow_scenes import Scene
 from crash.trainer import Job
 from everystep.agent import wire as w
 from everystep.agent.certificates import server_context
-from everystep.agent.shadow import Shadow
-from everystep.agent.shadow_copy import Keeping
 from everystep.errors import StoreFailed, UsageError
-from everystep.store import addresses as at
 from everystep.store.addresses import Address
 from everystep.strategies import parse_place
-from waiting import until
-
-DEADLINE_S = 60.0
-
-
-class Scene:
-    """A shadow without a tap, and trainers of this process."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.token = folder, folder / "token"
-        at.make_secret(self.token)
-        self.said: list[str] = []
-        self.shadow = self.started()
-
-    def started(self, name: str = "shadow") -> Shadow:
-        keeping = Keeping(path=self.folder / name, persist_every=4, keep_last=2)
-        token = at.read_secret(self.token)
-        return Shadow(keeping, "127.0.0.1", 0, token, None, lambda _, text: self.said.append(text))
-
-    def strategy(self, **options: object) -> everystep.Shadow:
-        given = {"tap": "software", "token_file": str(self.token)} | options
-        return everystep.Shadow(address=f"127.0.0.1:{self.shadow.port}", **given)  # type: ignore[arg-type]
-
-    def train(self, run: Path, steps: int, strategy: everystep.Shadow) -> tuple[int, str, str]:
-        """Train so many steps more; returns those done before, and the digests then and now."""
-        job = Job(0, 1)
-        with agents_in_threads(), job.checkpointer(str(run), strategy=strategy) as ck:
-            done = ck.restore()
-            before = job.digest()
-            for _ in range(steps):
-                job.step(1)
-                ck.step()
-                session = ck._session
-                until(
-                    lambda: getattr(session, "in_shadow", 0) == ck._done,  # noqa: B023
-                    DEADLINE_S,
-                    "the step to be in the shadow",
-                )
-        return done, before, job.digest()
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def test_it_listens_until_a_signal(tmp_path: Path, number: int) -> None:
     capture.touch()  # the program that captures has just begun
     with socket.create_server(("127.0.0.1", 0)) as free:
         listen = f"127.0.0.1:{free.getsockname()[1]}"
-    command = words(tmp_path, "--capture", capture, listen=listen)
+    command = words(tmp_path, "--capture", capture, "--deltas", listen=listen)
     with told.open("wb") as err:
         process = subprocess.Popen(
             [sys.executable, "-m", "everystep.cli.main", *map(str, command)],

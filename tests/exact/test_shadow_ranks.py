@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from everystep.store import addresses as at
-from netns.said import folded, last, proved, told, trained
+from netns.said import folded, last, proved, stored, told, trained
 from waiting import until
 from zygote import Child, Zygote
 
@@ -23,7 +23,8 @@ def test_a_run_is_had_again_from_a_shadow(zygote: Zygote, run_dir: Path, tmp_pat
     at.make_secret(token)
     shadow = zygote.start(
         "netns.job.shadow", tmp_path / "shadow.out", folder=str(tmp_path / "shadow"),
-        address="127.0.0.1", port=0, token_file=str(token), persist_every=7,
+        address="127.0.0.1", port=0, token_file=str(token), persist_every=30, deltas=True,
+        keep_last=99,
     )  # fmt: skip
     until(lambda: told(tmp_path / "shadow.out", "listens"), DEADLINE_S, "the shadow to listen")
     port = told(tmp_path / "shadow.out", "listens")[0]["step"]
@@ -70,7 +71,12 @@ def test_a_run_is_had_again_from_a_shadow(zygote: Zygote, run_dir: Path, tmp_pat
         assert restored["step"] > FEW
         assert restored["whole"] == before[restored["step"]]
     lives = [trained(tmp_path / f"1-{r}") | trained(tmp_path / f"2-{r}") for r in range(SIZE)]
-    assert proved(folded(tmp_path / "shadow.out"), lives) > FEW
+    had = folded(tmp_path / "shadow.out")
+    assert proved(had, lives) > FEW
+    logged = stored(tmp_path / "shadow", SIZE)
+    first = min(step for step, parts in had.items() if len(parts) == SIZE)
+    assert logged.keys() >= set(range(first + 10, restored["step"] + 1))
+    assert proved(logged, lives) > FEW
 
 
 def _children_of(pid: int) -> list[int]:

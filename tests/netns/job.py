@@ -204,12 +204,15 @@ def shadow(
     interface: str | None = None,
     capture: str | None = None,
     loss: float = 0.0,
+    deltas: bool = False,
+    keep_last: int = 2,
 ) -> None:
     """A shadow until SIGTERM, which tells the digests of each rank's part at each step.
 
     Args:
         interface: that it reads, or
         capture: the file.
+        deltas: whether it writes each step's record.
         loss: of all frames of the mirror, this share is lost between two SIGUSR1.
     """
     if host is not None:
@@ -247,7 +250,9 @@ def shadow(
     elif capture is not None:
         source = WireSource(Followed(capture), say)
     one = process.Shadow(
-        Keeping(path=Path(folder), persist_every=persist_every, keep_last=2),
+        Keeping(
+            path=Path(folder), persist_every=persist_every, keep_last=keep_last, deltas=deltas
+        ),
         address, port, at.read_secret(Path(token_file)), source, say,
     )  # fmt: skip
     _tell("listens", one.port)

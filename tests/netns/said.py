@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from everystep.recovery.load import load_chain
+from everystep.store.chains import plan_chains
+from everystep.store.run import Run
+from netns.job import digest
+
 Told = list[dict[str, Any]]
 
 
@@ -42,6 +47,26 @@ def folded(out: Path) -> dict[int, dict[int, dict[str, str]]]:
     found: dict[int, dict[int, dict[str, str]]] = {}
     for line in told(out, "folded"):
         found.setdefault(line["step"], {})[line["rank"]] = line["digests"]
+    return found
+
+
+def stored(folder: Path, ranks: int, every: int = 1) -> dict[int, dict[int, dict[str, str]]]:
+    """The same of all steps that can be had of a shadow's run; of most of them no digests, where
+    only one in `every` is looked at."""
+    run = Run.open(folder)
+    listing = run.listing()
+    chains = plan_chains(listing, run.segments(listing), listing.current_timeline())
+    found: dict[int, dict[int, dict[str, str]]] = {ref.step: {} for ref in chains.refs}
+    for ref in chains.refs[::every]:
+        chain = chains.to(ref.step)
+        assert chain is not None
+        for rank in range(ranks):
+            tensors = load_chain(run, chain, rank).tensors
+            found[ref.step][rank] = {
+                key: digest(tensor)
+                for key, tensor in tensors.items()
+                if key.startswith(("/models/", "/optimizers/"))
+            }
     return found
 
 

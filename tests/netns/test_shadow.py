@@ -15,7 +15,7 @@ import pytest
 
 from everystep.store import addresses as at
 from netns import mirror
-from netns.said import folded, last, proved, told, trained
+from netns.said import folded, last, proved, stored, told, trained
 from peers import hosts as network
 from peers.hosts import Host, hosts
 from waiting import until
@@ -132,7 +132,7 @@ def test_every_step_is_had_off_the_wire(
     size: int, all_hosts: list[Host], run_dir: Path, tmp_path: Path
 ) -> None:
     scene = Scene(all_hosts, size, run_dir, tmp_path)
-    scene.watch()
+    scene.watch(deltas=True, keep_last=99)
     scene.train(1, ENDLESS)
     scene.until_in_shadow(SOON, DEADLINE_S)
     before_bytes = scene.bytes()
@@ -153,6 +153,9 @@ def test_every_step_is_had_off_the_wire(
     assert first <= SOON
     assert all(len(had[step]) == size for step in range(first, restored["step"] + 1))
     assert proved(had, scene.lives()) >= STEPS
+    logged = stored(tmp_path / "shadow", size, every=9)
+    assert logged.keys() >= set(range(SOON, restored["step"] + 1))
+    assert proved(logged, scene.lives()) >= STEPS // 9
 
 
 @pytest.mark.parametrize("loss", [1e-4, 1e-3, 1e-2, 1e-1])

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 from msgspec import Struct
 
 from everystep.agent import protocol as p
@@ -34,8 +35,8 @@ _WRITES_S = 600.0
 """A copy that has not been written by then is given up."""
 
 
-class _Records:
-    """Where an owner's records lie until they are folded."""
+class Received:
+    """Where an owner's records lie until they are not needed any more."""
 
     def __init__(self) -> None:
         self._held: dict[int, memoryview] = {}
@@ -52,7 +53,7 @@ class _Records:
         self._held[record.number] = data
 
     def view(self, record: p.Record) -> memoryview:
-        """The bytes of a record.
+        """The bytes of a record, which may be released.
 
         Raises:
             StoreFailed: it is not there.
@@ -60,7 +61,7 @@ class _Records:
         found = self._held.get(record.number)
         if found is None:
             raise StoreFailed("a record lies outside of its memory", found=str(record))
-        return found
+        return found[:]
 
     def free(self, record: p.Record) -> None:
         """A record is not needed any more."""
@@ -80,7 +81,7 @@ class Copy:
     def __init__(self, path: Path, begin: p.Begin, bound: Limit, wire: w.Wire) -> None:
         self._path, self.begin, self._bound, self.wire = path, begin, bound, wire
         self._guard = threading.Condition()
-        self._records = _Records()
+        self._records = Received()
         self._arena: Arena | None = None
         self._slots: Slots[Image] | None = None
         self._replica: Replica | None = None
@@ -164,12 +165,16 @@ class Copy:
                     break
                 self._guard.wait(LOOK_S)
                 self._alive()
-        data = memoryview(bytearray(message.nbytes))
+        data = np.empty(message.nbytes, np.uint8).data  # no more memory than has come
         self.wire.receive_into(data)
         data = self._whole(message.record, data, opened)
         with self._guard:
-            self._records.add(message.record, data)
+            self._received(Queued(message.record, opened), data)
             replica.add(Queued(message.record, opened))
+
+    def _received(self, queued: Queued, data: memoryview) -> None:
+        """A record is here, which is to be folded; `guard` is held."""
+        self._records.add(queued.record, data)
 
     def _whole(self, record: p.Record, data: memoryview, opened: p.OpenLog) -> memoryview:
         """The bytes of a record, with all that is to be folded."""
@@ -223,7 +228,7 @@ class Copy:
         if replica is not None:
             with contextlib.suppress(EverystepError):
                 replica.close()
-        self._records, self._slots, self.problem = _Records(), None, None
+        self._records, self._slots, self.problem = Received(), None, None
         arena, self._arena = self._arena, None
         if arena is not None:
             arena.close()

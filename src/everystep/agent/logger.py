@@ -12,7 +12,7 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from everystep.agent import protocol as p
-from everystep.agent.rings import Queued, Rings
+from everystep.agent.rings import Memory, Queued
 from everystep.agent.writer import RETRY_S
 from everystep.errors import EverystepError, StoreError, StoreFailed
 from everystep.store.backend import Backend
@@ -43,7 +43,7 @@ class Logger:
         begin: p.Begin,
         guard: threading.Condition,
         tell: Callable[[Struct], None],
-        rings: Rings,
+        rings: Memory,
         appended: Callable[[Queued, Appended], None],
     ) -> None:
         self._begin, self._guard, self._tell = begin, guard, tell
@@ -88,6 +88,12 @@ class Logger:
         self._waiting.append(queued)
         self._tries_left = _TRIES_AT_THE_END
         self._guard.notify_all()
+
+    def forget(self) -> list[Queued]:
+        """Give up what waits, where the store refuses it; returns that. Not while it is written."""
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        return waiting
 
     def _flush(self) -> None:
         if self._waiting:

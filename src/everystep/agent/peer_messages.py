@@ -96,7 +96,11 @@ class Rescued(Struct, tag=True):
 
 
 class ListSteps(Struct, tag=True):
-    """Trainer: which step have you stored last, in which files?"""
+    """Trainer: in which files do you have the newest step, or this one?"""
+
+    step: _Count | None = None
+    timeline: str | None = None
+    """Of the step; None: the one that goes on."""
 
 
 class StoredStep(Struct, tag=True, kw_only=True):

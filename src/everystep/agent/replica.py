@@ -52,6 +52,7 @@ class Replica(Keeper):
             newest = Newest(backend, begin.session, begin.rank, begin.world_size)
             self._common = Common(newest, guard)
         self._hurry = False
+        self._also: int | None = None
         self._thread.start()
 
     # ------------------------------------------------------------ called with `guard` held
@@ -62,6 +63,10 @@ class Replica(Keeper):
         if self._common is not None:
             self._common.safe = max(self._common.safe, queued.record.safe)
         self._guard.notify_all()
+
+    def persist_at(self, step: int) -> None:
+        """Have the state written at this step, too, if it has not come so far yet."""
+        self._also = step
 
     def drain(self, *, on: bool, is_alone: bool = False) -> None:
         """Fold and persist everything at once from now on, or (`on=False`) as it comes again.
@@ -175,7 +180,7 @@ class Replica(Keeper):
             return False
         if self._hurry and not self._can_fold() and not self._more():
             return True
-        return self._every > 0 and self._step % self._every == 0
+        return self._step == self._also or (self._every > 0 and self._step % self._every == 0)
 
     # ------------------------------------------------------------ the thread
 

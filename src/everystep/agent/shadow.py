@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 from everystep.agent import protocol as p
 from everystep.agent import wire as w
@@ -14,14 +13,12 @@ from everystep.agent.certificates import server_context
 from everystep.agent.copies import Copy
 from everystep.agent.holder import Holder, is_lost
 from everystep.agent.shadow_copy import GradientSource, Keeping, ShadowCopy
+from everystep.agent.shadow_store import Offers
 from everystep.errors import EverystepError, StoreFailed
-from everystep.store import format as fmt
 from everystep.store.format import LAST_STEP
-from everystep.store.local import LocalBackend
-from everystep.store.references import read_references
-from everystep.store.run import Run, StepEntry
 
-_PIECE_BYTES = 1 << 20
+_SOON_STEPS = 4
+"""So many steps later no copy has come yet."""
 
 
 class _Together:
@@ -94,12 +91,13 @@ class Shadow(Holder):
         if isinstance(first, w.Rescue):
             self._hear_owners()
             wire.send(w.Rescued(self._write_all()))
+        offers = Offers(self._keeping.path)
         while True:
             message = wire.receive()
             if isinstance(message, w.ListSteps):
-                wire.send(_newest(self._keeping.path))
+                wire.send(offers.found(message))
             elif isinstance(message, w.GiveFile):
-                _give(self._keeping.path, message.name, wire)
+                offers.give(message.name, wire)
             else:
                 raise StoreFailed("a message came out of turn", found=type(message).__name__)
 
@@ -137,6 +135,18 @@ class Shadow(Holder):
         for other in others:
             if other is not copy:
                 other.rouse()  # it may be folded further now
+        if isinstance(message, w.Base):
+            self._persist_soon(copy.begin.world_size)
+
+    def _persist_soon(self, ranks: int) -> None:
+        """Have all ranks' states written at one step: they may have begun with different ones, of
+        which none is a step of the run."""
+        with self._own:
+            copies = [copy for copy in self._copies.values() if isinstance(copy, ShadowCopy)]
+        kept = [copy.kept for copy in copies if copy.kept is not None]
+        if len(kept) == ranks > 1:
+            for copy in copies:
+                copy.persist_at(max(kept) + _SOON_STEPS)
 
     def _must_rescue(self, copies: Sequence[Copy]) -> bool:
         return all(map(is_lost, copies))
@@ -152,54 +162,3 @@ class Shadow(Holder):
         self._end()
         if self._source is not None:
             self._source.close()
-
-
-# ---------------------------------------------------------------- what it has stored
-
-
-def _newest(path: Path) -> w.StoredStep:
-    """The newest complete step, and all files that it takes."""
-    try:
-        run = Run.open(path)
-    except EverystepError:
-        return w.StoredStep(run="", step=None, files=[])
-    complete = run.listing().complete().values()
-    newest = max(complete, key=lambda entry: (entry.session, entry.ref.step), default=None)
-    if newest is None:
-        return w.StoredStep(run=run.id, step=None, files=[])
-    names = [*_identity(run), *_files_of(run, newest)]
-    files = [(name, run.backend.size(name)) for name in names]
-    step = (newest.ref.timeline, newest.ref.step, newest.session)
-    return w.StoredStep(run=run.id, step=step, files=files)
-
-
-def _identity(run: Run) -> Iterator[str]:
-    for entry in run.backend.list(""):
-        name = entry.name
-        is_timeline = fmt.parse_timeline_file(name) is not None
-        if is_timeline or fmt.parse_session_file(name) is not None or name == fmt.RUN_FILE:
-            yield name
-
-
-def _files_of(run: Run, entry: StepEntry) -> list[str]:
-    """Those that records refer to, then data, then records."""
-    names: set[str] = set()
-    for part in entry.parts:
-        for ref, file in read_references(run, entry, part.rank):
-            names.add(f"{fmt.step_directory(ref)}/{file}")
-    own = [name for part in entry.parts for name in run.part_files(entry.ref, part.stem)]
-    return [*sorted(names), *sorted(own, key=lambda name: (name.endswith(".json"), name))]
-
-
-def _give(path: Path, name: str, wire: w.Wire) -> None:
-    """Send one file of the run."""
-    newest = _newest(path)
-    nbytes = dict(newest.files).get(name)
-    if nbytes is None:
-        raise StoreFailed("a file that was not offered", path=name)
-    backend = LocalBackend(path)
-    wire.send(w.File(nbytes))
-    for at in range(0, nbytes, _PIECE_BYTES):
-        piece = memoryview(bytearray(min(_PIECE_BYTES, nbytes - at)))
-        backend.read(name, piece, at)
-        wire.send_bytes(piece)

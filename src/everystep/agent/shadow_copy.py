@@ -17,6 +17,8 @@ from everystep.agent.copies import Copy
 from everystep.agent.image import Image
 from everystep.agent.process import LOCK_SLOT
 from everystep.agent.relay import Limit
+from everystep.agent.rings import Queued
+from everystep.agent.shadow_log import ShadowLog
 from everystep.agent.slots import Slot, State
 from everystep.agent.writer import Writer
 from everystep.errors import EverystepError, StoreFailed
@@ -83,6 +85,8 @@ class Keeping(Struct, frozen=True, kw_only=True):
     """Steps."""
     keep_last: int
     """Steps on its store."""
+    deltas: bool = False
+    """Whether each step's record is written, too."""
 
 
 class ShadowCopy(Copy):
@@ -124,6 +128,7 @@ class ShadowCopy(Copy):
         )  # fmt: skip
         super().__init__(keeping.path, begin, bound, wire)
         self._writer: Writer | None = None
+        self._log: ShadowLog | None = None
         self._lock = contextlib.ExitStack()
         self.kept: int | None = None
         """The step to which it can go; None: there is no state."""
@@ -142,6 +147,9 @@ class ShadowCopy(Copy):
         backend = LocalBackend(self._path)
         self._lock.enter_context(backend.lock(fmt.LOCK_FILE, LOCK_SLOT + self.begin.rank))
         self._writer = Writer(backend, self.begin, self._guard, self._heard)
+        if self._keeping.deltas:
+            every = self._keeping.persist_every
+            self._log = ShadowLog(backend, self.begin, self._guard, self._say, every)
         with self._guard:
             self._writer.slots = slots
             replica.take(p.Persist(self._keeping.persist_every))
@@ -154,6 +162,11 @@ class ShadowCopy(Copy):
         """See `Copy.add`."""
         super().add(message)
         self.kept = message.record.step
+
+    def _received(self, queued: Queued, data: memoryview) -> None:
+        super()._received(queued, data)
+        if self._log is not None:
+            self._log.add(queued, data)
 
     def _whole(self, record: p.Record, data: memoryview, opened: p.OpenLog) -> memoryview:
         if self._source is None:
@@ -173,6 +186,12 @@ class ShadowCopy(Copy):
         elif isinstance(message, p.NotStored) and message.error is not None:
             ref = StepRef(self.begin.timeline, message.step)
             self._say(logging.ERROR, f"step {ref} of rank {self.begin.rank}: {message.error[1]}")
+
+    def persist_at(self, step: int) -> None:
+        """Have the state written at this step, too."""
+        with self._guard:
+            if self._replica is not None:
+                self._replica.persist_at(step)
 
     # ------------------------------------------------------------ the end
 
@@ -196,6 +215,9 @@ class ShadowCopy(Copy):
                 with contextlib.suppress(EverystepError):
                     replica.close()
             writer.close()
+        log, self._log = self._log, None
+        if log is not None:
+            log.close()
         super()._drop()
         self._lock.close()
 

@@ -11,23 +11,27 @@ from typing import Any
 from everystep.agent import protocol as p
 from everystep.agent import wire as w
 from everystep.agent.shadow_link import connected
+from everystep.agent.shadow_store import PIECE_BYTES, restorable, session_of
 from everystep.errors import EverystepError, Missing, NotARun, StoreFailed
 from everystep.store import format as fmt
 from everystep.store.backend import Backend, NewFile
+from everystep.store.logformat import parse_log_path
 from everystep.store.run import Run
+from everystep.types import StepRef
 
 _log = logging.getLogger("everystep")
 
 WRITES_S = 600.0
 """For so long a restart waits for the shadow to write what it holds."""
 
-_PIECE_BYTES = 1 << 20
 
-
-def fetch(backend: Backend, plan: p.ShadowPlan) -> None:
+def fetch(backend: Backend, plan: p.ShadowPlan, step: int | StepRef | None = None) -> None:
     """Have the newest step of a shadow in the trainer's store, if it is newer than what is there.
     Call it on one rank, when all have stopped training, and before the run is opened: a directory
     that is empty becomes the shadow's run. Where there is no shadow, that is said.
+
+    Args:
+        step: have this one, too, if it is not there.
 
     Raises:
         StoreError: the store refuses.
@@ -37,7 +41,11 @@ def fetch(backend: Backend, plan: p.ShadowPlan) -> None:
     try:
         wire = connected(plan)
         _settle(wire)
-        _get(wire, backend)
+        _get(wire, backend, w.ListSteps())
+        if isinstance(step, StepRef):
+            _get(wire, backend, w.ListSteps(step.step, step.timeline))
+        elif step is not None:
+            _get(wire, backend, w.ListSteps(step))
     except (OSError, EOFError) as error:
         told = error.headline() if isinstance(error, EverystepError) else repr(error)
         _log.error("the shadow at %s:%s gives nothing: %s", plan.host, plan.port, told)
@@ -56,10 +64,10 @@ def _settle(wire: w.Wire) -> None:
     raise EOFError("it has not written what it holds")
 
 
-def _get(wire: w.Wire, backend: Backend) -> None:
-    wire.send(w.ListSteps())
+def _get(wire: w.Wire, backend: Backend, asked: w.ListSteps) -> None:
+    wire.send(asked)
     found = _expect(wire, w.StoredStep)
-    if found.step is None or not _is_newer(backend, found):
+    if found.step is None or not _is_wanted(backend, asked, found):
         return
     timeline, step, _ = found.step
     started_s = time.monotonic()
@@ -80,8 +88,9 @@ def _get(wire: w.Wire, backend: Backend) -> None:
     )  # fmt: skip
 
 
-def _is_newer(backend: Backend, found: w.StoredStep) -> bool:
-    """Whether the step is newer than all that are there.
+def _is_wanted(backend: Backend, asked: w.ListSteps, found: w.StoredStep) -> bool:
+    """Whether the step is newer than all that are there; one that was asked for: whether it is not
+    there.
 
     Raises:
         StoreFailed: it is of another run.
@@ -97,13 +106,16 @@ def _is_newer(backend: Backend, found: w.StoredStep) -> bool:
             found=found.run,
             hint="start the shadow with an empty directory, or give the run's own",
         )
-    complete = run.listing().complete().values()
-    newest = max(((entry.session, entry.ref.step) for entry in complete), default=(0, 0))
-    return found.step is not None and (found.step[2], found.step[1]) > newest
+    chain = restorable(run, asked.step, asked.timeline)
+    if chain is None or found.step is None or asked.step is not None:
+        return chain is None
+    return (found.step[2], found.step[1]) > (session_of(chain), chain.ref.step)
 
 
 def _is_of_a_run(name: str) -> bool:
-    kinds = (fmt.parse_step_path, fmt.parse_timeline_file, fmt.parse_session_file)
+    kinds = (
+        fmt.parse_step_path, fmt.parse_timeline_file, fmt.parse_session_file, parse_log_path,
+    )  # fmt: skip
     return name == fmt.RUN_FILE or any(kind(name) is not None for kind in kinds)
 
 
@@ -114,8 +126,8 @@ def _has(backend: Backend, name: str, nbytes: int) -> bool:
 
 
 def _pieces(wire: w.Wire, nbytes: int) -> Iterator[memoryview]:
-    for at in range(0, nbytes, _PIECE_BYTES):
-        piece = memoryview(bytearray(min(_PIECE_BYTES, nbytes - at)))
+    for at in range(0, nbytes, PIECE_BYTES):
+        piece = memoryview(bytearray(min(PIECE_BYTES, nbytes - at)))
         wire.receive_into(piece)
         yield piece
 

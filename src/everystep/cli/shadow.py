@@ -22,6 +22,26 @@ if TYPE_CHECKING:
 EXAMPLE = "everystep shadow runs/copy --listen 10.0.0.9:7700 --token-file token --tap eth1"
 
 
+_Capture = Annotated[
+    Path | None,
+    typer.Option(
+        "--capture",
+        metavar="FILE",
+        help="In place of --tap: a pcap or pcapng file that another program writes what is mirrored"
+        " to, or a pipe. It is read from its beginning, and followed.",
+    ),
+]
+
+_Deltas = Annotated[
+    bool,
+    typer.Option(
+        "--deltas",
+        help="Write the gradients of each step, too: four bytes per parameter and step as a rule."
+        " Then every step since the oldest that is kept can be restored.",
+    ),
+]
+
+
 class Held(Struct):
     """What a shadow had when it was ended."""
 
@@ -54,21 +74,14 @@ def shadow(
             ' gradients are sent (Shadow(tap="software")).',
         ),
     ] = None,
-    capture: Annotated[
-        Path | None,
-        typer.Option(
-            "--capture",
-            metavar="FILE",
-            help="In place of --tap: a pcap or pcapng file that another program writes what is"
-            " mirrored to, or a pipe. It is read from its beginning, and followed.",
-        ),
-    ] = None,
+    capture: _Capture = None,
     persist_every: Annotated[
         int, typer.Option("--persist-every", metavar="N", help="Steps between two writings.", min=1)
     ] = 100,
     keep_last: Annotated[
         int, typer.Option("--keep-last", metavar="N", help="Steps kept on the store.", min=1)
     ] = 2,
+    deltas: _Deltas = False,
     as_json: AsJson = False,
 ) -> int:
     """Be the shadow of a run that trains with `everystep.Shadow`, until a signal ends it.
@@ -80,7 +93,7 @@ def shadow(
     # loaded when it is called: the help of all commands must not wait for torch
     from everystep.agent.shadow_copy import Keeping
 
-    keeping = Keeping(path=run, persist_every=persist_every, keep_last=keep_last)
+    keeping = Keeping(path=run, persist_every=persist_every, keep_last=keep_last, deltas=deltas)
     record = _hold(keeping, listen, token_file, tap, capture)
     lines = [Line(f"rank {rank}: step {step}") for rank, step in record.steps.items()]
     blocks: list[Block] = [*lines] or [Line("nothing was held")]
