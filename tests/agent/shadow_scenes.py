@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import everystep
 from agent.replica_scenes import agents_in_threads
@@ -56,6 +57,9 @@ class Scene:
             done = ck.restore(step)
             before = job.digest()
             self.digests = [before]
+            session: Any = ck._session
+            # the first step's state goes to whom the agent has reached by then
+            until(lambda: session._wanted is not None, DEADLINE_S, "the shadow to be reached")
             for _ in range(steps):
                 job.step(1)
                 self.digests.append(job.digest())
