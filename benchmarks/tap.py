@@ -4,7 +4,7 @@
 
 The parts, each of which can be run alone:
 
-- `roce`: NCCL over RoCEv2, from synthetic captures of 200 MB (`--quick`: 90 MB).
+- `roce`: NCCL over RoCEv2, from synthetic captures of 400 MB in memory (`--quick`: 200 MB).
 - `gloo`: gloo over TCP, likewise.
 - `live`: two hosts (network namespaces; root) all-reduce over gloo as fast as they can, and a third
   one follows the mirror of a port.

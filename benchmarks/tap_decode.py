@@ -1,39 +1,37 @@
-"""How fast captures of all-reduces are decoded on one core, from the file to the reduced buffers.
+"""How fast captures of all-reduces are decoded on one core, from the frames to the reduced buffers.
 
 Captures are made anew by the tests' own writers of NCCL and gloo, which share nothing with the
-decoder. A pass indexes the frames, reads all headers, follows sequence numbers, checks and leaves
-out flags, and puts what is reduced into its buffers; the first pass of each capture also compares
-every buffer with what the ranks have. The file is in memory (page cache), and mapped anew in each
-pass. A rate is of the bytes of the frames, headers included, of both directions of one port.
+decoder, and lie in memory, as those of a live ring do. A pass is the product's own reader, new each
+time: it indexes the frames, reads all headers, follows sequence numbers, checks and leaves out
+flags, and gives out each reduced buffer; the first pass of each capture also compares every buffer
+with what the ranks have. A rate is of the bytes of the frames, headers included, of both directions
+of one port.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.common import HOME, Setting, timed
 from benchmarks.figures import Figure, median_of
-from everystep.tap import capture
+from everystep.tap.capture import File
 from everystep.tap.gloo import Gloo
 from everystep.tap.nccl import Decoder, Options
 from everystep.tap.packets import Parser
-from everystep.tap.pieces import Reduced
-from everystep.tap.ring import Assembler, Event
-from everystep.tap.rings import Doubt
+from everystep.tap.pieces import Bytes, Reduced
+from everystep.tap.reduced import Reader
 from everystep.tap.roce import Tracker
 
 BUCKET = 25 * (1 << 20) // 4
 """Elements: DDP's usual bucket."""
 
-CAPTURE_BYTES, QUICK_CAPTURE_BYTES = 200_000_000, 90_000_000
+CAPTURE_BYTES, QUICK_CAPTURE_BYTES = 400_000_000, 200_000_000
 
 LARGE_MTU_REACH, SMALL_MTU_REACH = 3.0, 2.0
 """GB/s of wire on one core."""
@@ -76,12 +74,11 @@ Read = Callable[[Take], None]
 
 
 class _Written(list[Any]):
-    """Takes the packets that a port shows, and writes them to a pcap file at once."""
+    """Takes the packets that a port shows, and makes a pcap file in memory of them at once."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._file = path.open("wb")
-        self._file.write(struct.pack("<IHHiIII", 0xA1B23C4D, 2, 4, 0, 0, 262_144, 1))
+        self.file = bytearray(struct.pack("<IHHiIII", 0xA1B23C4D, 2, 4, 0, 0, 262_144, 1))
         self.wire_bytes = self.frames = 0
 
     def append(self, packet: Any) -> None:
@@ -92,30 +89,29 @@ class _Written(list[Any]):
                 return
             frame = packet.frame
         seconds, micros = divmod(self.frames, 10**6)
-        self._file.write(struct.pack("<IIII", seconds, 1000 * micros, len(frame), len(frame)))
-        self._file.write(frame)
+        self.file += struct.pack("<IIII", seconds, 1000 * micros, len(frame), len(frame))
+        self.file += frame
         self.frames += 1
         self.wire_bytes += len(frame)
-
-    def close(self) -> None:
-        """The file is whole."""
-        self._file.close()
 
 
 class Made(NamedTuple):
     """A capture, and what it holds."""
 
-    path: Path
+    file: Bytes
     wire_bytes: int
-    frames: int
     truth: list[bytes]
     """Buffers in their order."""
 
 
-def _make_roce(path: Path, case: Case, nbytes: int) -> Made:
+def _made(packets: _Written, truth: list[bytes]) -> Made:
+    return Made(np.frombuffer(packets.file, np.uint8), packets.wire_bytes, truth)
+
+
+def _make_roce(case: Case, nbytes: int) -> Made:
     from tap.generator import Job, Wire, random_inputs
 
-    packets = _Written(path)
+    packets = _Written()
     wire = Wire(**case.wire)
     job = Job(wire, packets=packets)
     inputs = random_inputs(wire, BUCKET, 1)
@@ -123,11 +119,10 @@ def _make_roce(path: Path, case: Case, nbytes: int) -> Made:
     while packets.wire_bytes < nbytes:
         inputs = [np.roll(values, 1) for values in inputs]
         truth.append(job.all_reduce(inputs).tobytes())
-    packets.close()
-    return Made(path, packets.wire_bytes, packets.frames, truth)
+    return _made(packets, truth)
 
 
-def _make_gloo(path: Path, case: Case, nbytes: int) -> Made:
+def _make_gloo(case: Case, nbytes: int) -> Made:
     from tap.gloo_wire import Group
 
     group = Group(case.wire["ranks"], mtu=case.wire["mtu"])
@@ -138,63 +133,43 @@ def _make_gloo(path: Path, case: Case, nbytes: int) -> Made:
         inputs = [np.roll(values, 1) for values in inputs]
         truth += [reduced.tobytes() for _, reduced in group.all_reduce(inputs)]
     group.close()
-    packets = _Written(path)
+    packets = _Written()
     for frame in group.packets:
         packets.append(frame)
-    packets.close()
-    return Made(path, packets.wire_bytes, packets.frames, truth)
+    return _made(packets, truth)
 
 
 # ---------------------------------------------------------------- passes
 
 
-def read_roce(path: Path, take: Take, *, ranks: int, check_icrc: bool) -> None:
+def read_roce(file: Bytes, take: Take, *, ranks: int, check_icrc: bool) -> None:
     """One pass over NCCL's all-reduces of buckets. What a trainer would tell is known: sizes, and
     that the ring has no added step."""
-    parser, tracker = Parser(), Tracker(check_icrc=check_icrc)
-    options = Options(ranks=ranks, element_bytes=4, added_step=False)
-    decoder = Decoder(tracker, options)
+    tracker = Tracker(check_icrc=check_icrc)
+    decoder = Decoder(tracker, Options(ranks=ranks, element_bytes=4, added_step=False))
     decoder.expect(0, [BUCKET])
-    assembler = Assembler()
-    with capture.open(path) as file:
-        for frames in file:
-            for messages in tracker.feed(parser.parse(frames)):
-                _assemble(assembler, decoder.feed(messages), take)
-        _assemble(assembler, decoder.feed(tracker.flush()), take)
-        _assemble(assembler, decoder.finish(), take)
-    for reduced in assembler.give_up():
-        take(reduced)
+    _read(Reader(Parser(), (tracker, decoder)), file, take)
 
 
-def read_gloo(path: Path, take: Take, *, ranks: int) -> None:
+def read_gloo(file: Bytes, take: Take, *, ranks: int) -> None:
     """One pass over gloo's all-reduces of buckets."""
     parser = Parser()
-    gloo = Gloo(parser, ranks=ranks, sizes=[4 * BUCKET])
-    assembler = Assembler()
-    with capture.open(path) as file:
-        for frames in file:
-            _assemble(assembler, gloo.feed(parser.parse(frames)), take)
-        _assemble(assembler, gloo.flush(final=True), take)
-    for reduced in assembler.give_up():
-        take(reduced)
+    _read(Reader(parser, Gloo(parser, ranks=ranks, sizes=[4 * BUCKET])), file, take)
 
 
-def _assemble(assembler: Assembler, events: Iterable[Event | Doubt], take: Take) -> None:
-    for event in events:
-        if isinstance(event, Doubt):
-            raise ValueError("the decoder is in doubt, though nothing was lost")
-        for reduced in assembler.add(event):
+def _read(reader: Reader, file: Bytes, take: Take) -> None:
+    for frames in File(file):
+        for reduced in reader.feed(frames):
             take(reduced)
+    for reduced in reader.end():
+        take(reduced)
+    if reader.buffers.is_doubted:
+        raise ValueError("the decoder is in doubt, though nothing was lost")
 
 
-def plain_pass(path: Path) -> int:
+def plain_pass(file: Bytes) -> int:
     """Add up a file's bytes, eight at a time."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
-        mapping.madvise(mmap.MADV_SEQUENTIAL)
-        words = np.frombuffer(mapping, np.uint64, len(mapping) // 8)
-        total = int(words.sum())
-        del words
-    return total
+    return int(file[: len(file) // 8 * 8].view(np.uint64).sum())
 
 
 # ---------------------------------------------------------------- figures
@@ -230,8 +205,7 @@ def _ignore(_: Reduced) -> None:
 
 def _limits(head: str, made: Made, runs: int) -> Iterator[Figure]:
     """What one core can do with these bytes at most."""
-    passes = [made.path.stat().st_size / timed(lambda: plain_pass(made.path)) / 1e9
-              for _ in range(runs)]  # fmt: skip
+    passes = [len(made.file) / timed(lambda: plain_pass(made.file)) / 1e9 for _ in range(runs)]
     yield median_of(f"{head}a plain pass over the file", passes, "GB/s")
     source = np.ones(made.wire_bytes // 8, np.uint64)
     to = np.zeros_like(source)
@@ -242,9 +216,9 @@ def _limits(head: str, made: Made, runs: int) -> Iterator[Figure]:
 def measure_roce(setting: Setting) -> list[Figure]:
     """NCCL over RoCEv2."""
 
-    def reader(case: Case, path: Path) -> Read:
+    def reader(case: Case, file: Bytes) -> Read:
         ranks = int(case.wire.get("ranks", 2))
-        return lambda take: read_roce(path, take, ranks=ranks, check_icrc=case.check_icrc)
+        return lambda take: read_roce(file, take, ranks=ranks, check_icrc=case.check_icrc)
 
     return _measure(setting, "RoCEv2: ", ROCE, _make_roce, reader)
 
@@ -252,8 +226,8 @@ def measure_roce(setting: Setting) -> list[Figure]:
 def measure_gloo(setting: Setting) -> list[Figure]:
     """gloo over TCP."""
 
-    def reader(case: Case, path: Path) -> Read:
-        return lambda take: read_gloo(path, take, ranks=case.wire["ranks"])
+    def reader(case: Case, file: Bytes) -> Read:
+        return lambda take: read_gloo(file, take, ranks=case.wire["ranks"])
 
     return _measure(setting, "gloo: ", GLOO, _make_gloo, reader)
 
@@ -262,8 +236,8 @@ def _measure(
     setting: Setting,
     head: str,
     cases: Sequence[Case],
-    make: Callable[[Path, Case, int], Made],
-    reader: Callable[[Case, Path], Read],
+    make: Callable[[Case, int], Made],
+    reader: Callable[[Case, Bytes], Read],
 ) -> list[Figure]:
     sys.path.insert(0, str(HOME / "tests"))
     nbytes = QUICK_CAPTURE_BYTES if setting.quick else CAPTURE_BYTES
@@ -276,14 +250,11 @@ def _measure(
     try:
         for i, case in enumerate(cases):
             if made is None or case.wire != cases[i - 1].wire:
-                if made is not None:
-                    made.path.unlink()
-                made = make(setting.directory / f"{i}.pcap", case, nbytes)
+                made = None  # before the next one: both need not be in memory
+                made = make(case, nbytes)
                 if i == 0:
                     figures += _limits(head, made, runs)
-            figures.append(_figure(head, case, made, reader(case, made.path), runs))
+            figures.append(_figure(head, case, made, reader(case, made.file), runs))
     finally:
         os.sched_setaffinity(0, everywhere)
-        if made is not None:
-            made.path.unlink(missing_ok=True)
     return figures

@@ -1456,6 +1456,66 @@ static PyObject *unpack(PyObject *module, PyObject *args)
     return answer;
 }
 
+/* What a stream's messages should look like, one after the other. */
+typedef struct {
+    const int64_t *lengths;
+    u32 psn, flag; /* of the first */
+    int form;
+    const u32 *keys;
+    size_t key_count;
+} foreseen_rows;
+
+static int is_key(const foreseen_rows *f, u32 rkey)
+{
+    for (size_t k = 0; k < f->key_count; k++)
+        if (f->keys[k] == rkey)
+            return 1;
+    return 0;
+}
+
+/* How many of the first rows are whole writes as foreseen, each right behind the one before. */
+static size_t count_foreseen(const foreseen_rows *f, const u8 *rows, size_t count)
+{
+    u32 psn = f->psn;
+    size_t i = 0;
+    for (; i < count; i++) {
+        message_row row;
+        memcpy(&row, rows + i * sizeof row, sizeof row);
+        u64 length = (u64)f->lengths[i];
+        u64 flag = f->form == RAW || !length ? 0 : (u32)(f->flag + i);
+        if (row.length != length || row.psn != psn || row.flag != flag || !row.span
+            || (row.immediate != length && swapped(row.immediate) != length)
+            || (length && (row.form != f->form || !is_key(f, row.rkey)))
+            || row.operation != OP_WRITE || !row.complete || !row.has_head || !row.has_immediate
+            || row.is_split || row.is_chain)
+            break;
+        psn = psn_add(psn, row.span);
+    }
+    return i;
+}
+
+static PyObject *foreseen(PyObject *module, PyObject *args)
+{
+    Py_buffer rows, lengths, keys;
+    foreseen_rows f;
+    PyObject *answer = NULL;
+    if (!PyArg_ParseTuple(args, "y*y*IIiy*", &rows, &lengths, &f.psn, &f.flag, &f.form, &keys))
+        return NULL;
+    size_t count = (size_t)rows.len / sizeof(message_row);
+    if ((size_t)rows.len % sizeof(message_row) || (size_t)lengths.len / sizeof(int64_t) < count) {
+        PyErr_SetString(PyExc_ValueError, "tables that do not fit");
+    } else {
+        f.lengths = lengths.buf;
+        f.keys = keys.buf;
+        f.key_count = (size_t)keys.len / sizeof(u32);
+        answer = PyLong_FromSize_t(count_foreseen(&f, rows.buf, count));
+    }
+    PyBuffer_Release(&rows);
+    PyBuffer_Release(&lengths);
+    PyBuffer_Release(&keys);
+    return answer;
+}
+
 static PyObject *counts(PyObject *module, PyObject *capsule)
 {
     tracker *t = PyCapsule_GetPointer(capsule, "tracker");
@@ -1492,6 +1552,8 @@ static PyMethodDef methods[] = {
     {"flush", flush, METH_VARARGS, "flush(tracker, before_ns) -> as feed"},
     {"place", place_key, METH_VARARGS, "place(tracker, stream, rkey, form) -> is it known?"},
     {"unpack", unpack, METH_VARARGS, "unpack(to, from, at, form) -> (flag, are all flags so?)"},
+    {"foreseen", foreseen, METH_VARARGS,
+     "foreseen(messages, lengths, psn, flag, form, keys) -> how many of the first are as foreseen"},
     {"counts", counts, METH_O, "counts(tracker) -> numbers, in the order of roce.py"},
     {"crc32", crc32_of, METH_VARARGS,
      "crc32(head, body, how): of both together, as in zlib; by tables (0), folding (1), wide (2)"},

@@ -20,6 +20,7 @@ from everystep.tap.schedule import Protocol, Sent, Shape, wire_bytes
 from everystep.tap.writes import Write
 
 _MAX_PARAMETERS = 1 << 20
+_MOST_DIMENSIONS = 8
 _THREADS = 512
 
 NOT_RING = -1
@@ -58,8 +59,7 @@ class Grammar:
         """One int64 per rank; k - 1 of them pass each link."""
         values = []
         for position in range(shape.ranks - 1):
-            found = _int64(first.pending.get(position))
-            values += found if len(found) == 1 else [0]
+            values += _int64(first.pending.get(position), 1) or [0]
         after = first.pending.get(shape.ranks - 1)
         if len(set(values)) != 1 or not 0 < values[0] <= _MAX_PARAMETERS:
             return None
@@ -79,7 +79,8 @@ class Grammar:
         self, write: Write, first: Connection, channels: Sequence[Connection], shape: Shape
     ) -> Found | None:
         self._next = self._order
-        elements = _elements(_int64(write), self._parameters)
+        most = 2 * _MOST_DIMENSIONS * self._parameters
+        elements = _elements(_int64(write, most), self._parameters)
         if elements is None:
             return self._order(write, first, channels, shape)
         self._elements = elements
@@ -143,8 +144,9 @@ def _repeated(write: Write, shape: Shape, times: int) -> Plan:
     return Plan((None,) * times, (write.length,) * times, protocol, shape.element_bytes)
 
 
-def _int64(write: Write | None) -> list[int]:
-    if write is None or not write.complete or len(write.data) % 8:
+def _int64(write: Write | None, most: int) -> list[int]:
+    """The numbers in a message; none where it is not whole, or holds more of them than this."""
+    if write is None or not write.complete or len(write.data) % 8 or len(write.data) > 8 * most:
         return []
     return [int(value) for value in np.frombuffer(write.data.tobytes(), "<i8")]
 
@@ -163,7 +165,7 @@ def _elements(values: list[int], parameters: int) -> int | None:
     total = 0
     at = 0
     for _ in range(parameters):
-        for dims in range(1, 9):
+        for dims in range(1, _MOST_DIMENSIONS + 1):
             sizes = values[at : at + dims]
             strides = values[at + dims : at + 2 * dims]
             if len(strides) == dims and strides == _contiguous(sizes):

@@ -29,6 +29,8 @@ except ImportError:  # no compiler where this was installed
     _packets = None  # type: ignore[assignment]
 
 BATCH_FRAMES = 4096
+BATCH_BYTES = 8 << 20
+"""About so many captured: what is read again later still lies in the cache then."""
 
 _FULL, _END, _CUT, _ASK, _BAD = range(5)  # why an index stopped: _packets.c
 
@@ -138,10 +140,10 @@ class File:
                 why = _CUT
                 break
             self._at, count, why = self._index(rows)
-            if count:
-                yield Frames(self._data, rows[:count], self._frames + 1)
-                self._frames += count
-                rows = np.empty(BATCH_FRAMES, FRAME)
+            for part in _parts(rows[:count]):
+                yield Frames(self._data, part, self._frames + 1)
+                self._frames += len(part)
+            rows = np.empty(BATCH_FRAMES, FRAME)
         if why == _BAD:
             raise self._damaged("a block contradicts itself")
         self.is_cut = why == _CUT
@@ -224,6 +226,12 @@ class File:
                 offset_s = struct.unpack(order + "q", value)[0]
         row = (ticks_per_s, offset_s, snap, int(link == _ETHERNET))
         self._interfaces = np.append(self._interfaces, np.array(row, _INTERFACE))
+
+
+def _parts(rows: Table) -> list[Table]:
+    """The rows in parts alike, of not too many bytes each."""
+    parts = max(1, -(-int(rows["captured"].sum(dtype=np.uint64)) // BATCH_BYTES))
+    return [part for part in np.array_split(rows, parts) if len(part)]
 
 
 def _ticks(resolution: int) -> int:

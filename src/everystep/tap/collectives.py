@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
 from everystep.tap.schedule import (
@@ -19,6 +21,8 @@ from everystep.tap.schedule import (
     wire_bytes,
 )
 from everystep.tap.writes import Write
+
+Numbers = npt.NDArray[np.int64]
 
 Kind = Literal["allreduce", "allgather", "broadcast", "p2p", "other"]
 
@@ -59,7 +63,7 @@ class Collective:
             self.writes.append(write)
 
 
-class Plan(Struct, frozen=True):
+class Plan(Struct, frozen=True, dict=True):
     """The messages of one connection in one collective."""
 
     sends: tuple[Sent | None, ...]
@@ -67,6 +71,24 @@ class Plan(Struct, frozen=True):
     """Bytes on the wire."""
     protocol: Protocol
     element_bytes: int
+
+    @cached_property
+    def wire(self) -> Numbers:
+        """`lengths`, as an array."""
+        return np.array(self.lengths, np.int64)
+
+    @cached_property
+    def reduced(self) -> tuple[Numbers, Numbers]:
+        """Per message where its data lies in the reduced buffer, and how much: 0 where it is not of
+        it. In bytes."""
+        e = self.element_bytes
+        rows = [
+            (e * sent.start, e * (sent.stop - sent.start) if sent.reduced else 0)
+            for sent in self.sends
+            if sent is not None
+        ]
+        both = np.array(rows, np.int64).reshape(-1, 2)
+        return both[:, 0], both[:, 1]
 
 
 @lru_cache(maxsize=512)

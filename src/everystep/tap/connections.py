@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from everystep.tap.collectives import Collective, Plan
 from everystep.tap.pieces import PSN_COUNT
-from everystep.tap.positions import Course, Rooms, Window, psn_after
+from everystep.tap.positions import Course, Record, Rooms, Window, psn_after
 from everystep.tap.schedule import Protocol
 from everystep.tap.writes import Write
 
@@ -93,11 +93,11 @@ class Connection:
         if len(self.courses) > 1:  # each counts its own
             self.base_psn = self.least_psn = None
 
-    def told(self, addr: int, rkey: int, index: int, size: int, frame: int) -> None:
-        """The receiver has room for message `index` (from 1)."""
-        self.cts += 1
+    def told(self, records: Sequence[Record], size: int) -> None:
+        """The receiver has room for these messages: for so many bytes, as the last record says."""
+        self.cts += len(records)
         self.size = size
-        self.rooms.told(addr, rkey, index, frame)
+        self.rooms.told(records)
 
     def locate(self, write: Write, walk: Walk) -> int | None:
         """The position of a message; None while it cannot be known.

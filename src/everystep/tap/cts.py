@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from everystep.tap.pieces import Table
+
 MAX_REQUESTS = 8
 MAX_WRITE_BYTES = 64 * MAX_REQUESTS
 
@@ -59,8 +61,7 @@ class ClearToSend(Struct, frozen=True):
     """Number of the message on its connection, from 1."""
 
 
-_FIELDS = ("addr", "size", "rkey", "requests", "tag", "index")
-"""In the order of `ClearToSend`."""
+_FIELDS = ClearToSend.__struct_fields__
 
 
 def parse(
@@ -77,23 +78,21 @@ def parse(
     return None
 
 
-def parse_all(payloads: npt.NDArray[np.uint8], layout: Layout) -> list[ClearToSend] | None:
-    """The records of writes of one request each, or None where one of them is something else.
+def parse_all(payloads: npt.NDArray[np.uint8], layout: Layout) -> Table | None:
+    """The records of writes of one request each, with `ClearToSend`'s fields as columns, or None
+    where one of them is something else.
 
     Shape of `payloads`: (writes, bytes of the layout).
     """
     rows = np.ascontiguousarray(payloads).view(_dtype(layout))[:, 0]
     is_right = (
-        (rows["requests"] == 1)
-        & (rows["index"] >= 1) & (rows["index"] <= _MAX_INDEX)
+        (rows["nreqs"] == 1)
+        & (rows["idx"] >= 1) & (rows["idx"] <= _MAX_INDEX)
         & (rows["tag"] <= _MAX_RANK)
         & (rows["size"] > 0) & (rows["size"] <= _MAX_ROOM)
         & (rows["addr"] != 0)
     )  # fmt: skip
-    if not is_right.all():
-        return None
-    columns = [rows[name].tolist() for name in _FIELDS]
-    return [ClearToSend(*row) for row in zip(*columns, strict=True)]
+    return rows if is_right.all() else None
 
 
 @lru_cache(maxsize=len(LAYOUTS))

@@ -4,7 +4,8 @@
                                            └─► tcp ──► gloo ───────────► Piece, Announced ─► ring
 
 Every stage takes batches and gives batches, so that Python runs once per batch or per message and
-never per packet. Arrays handed out belong to the giver: they hold until it is fed again.
+never per packet. Arrays handed out belong to the giver: they hold until it is fed again, but for
+those of `Reduced`, which stay.
 
 **Placement of payload.** roce writes each message's payload once, at its place by packet sequence
 number, into its own arena. In which form is decided per stream and remote key (R_Key), because one
@@ -249,8 +250,8 @@ class Reduced(Struct, frozen=True, eq=False):
 
     collective: int
     data: Bytes
-    """Of the announced size, or as far as seen; bytes in `missing` are not to be used. Valid until
-    the assembler is fed again."""
+    """Of the announced size, or as far as seen; bytes in `missing` are not to be used. Not written
+    to again."""
     present: tuple[tuple[int, int], ...]
     """Ranges [start, stop) in bytes, sorted, apart from each other."""
     missing: tuple[tuple[int, int], ...]

@@ -8,14 +8,13 @@ that where later records may be lost, the last one seen gives the least that the
 from __future__ import annotations
 
 from collections import deque
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Iterable
 
 from everystep.tap.collectives import Collective, Plan
 from everystep.tap.pieces import PSN_COUNT
 
-Numbers = npt.NDArray[np.int64]
+Record = tuple[tuple[int, int], int, int]
+"""Of a receiver: address and key, number of the message (from 1), and the frame that it came in."""
 
 _MAX_ROOMS = 256
 _LAPS = 32
@@ -45,7 +44,7 @@ class Course:
 class Window:
     """The positions that one collective takes on one connection."""
 
-    __slots__ = ("_lengths", "_reduced", "collective", "first", "offsets", "plan", "psn", "stop")
+    __slots__ = ("collective", "first", "offsets", "plan", "psn", "stop")
 
     def __init__(self, first: int, plan: Plan, collective: Collective) -> None:
         self.first = first
@@ -56,28 +55,6 @@ class Window:
         """Of its first packet."""
         self.offsets: list[int] | None = None
         """Sequence numbers from there to each of its messages, and to its end."""
-        self._lengths: Numbers | None = None
-        self._reduced: tuple[Numbers, Numbers] | None = None
-
-    def lengths(self) -> Numbers:
-        """Of its messages, in bytes on the wire."""
-        if self._lengths is None:
-            self._lengths = np.array(self.plan.lengths, np.int64)
-        return self._lengths
-
-    def reduced(self) -> tuple[Numbers, Numbers]:
-        """Per message where its data lies in the reduced buffer, and how much: 0 where it is not of
-        it. In bytes."""
-        if self._reduced is None:
-            e = self.plan.element_bytes
-            rows = [
-                (e * sent.start, e * (sent.stop - sent.start) if sent.reduced else 0)
-                for sent in self.plan.sends
-                if sent is not None
-            ]
-            both = np.array(rows, np.int64).reshape(-1, 2)
-            self._reduced = both[:, 0], both[:, 1]
-        return self._reduced
 
 
 class Rooms:
@@ -94,14 +71,16 @@ class Rooms:
         self.is_fixed = False
         """Whether that is known for good."""
 
-    def told(self, addr: int, rkey: int, index: int, frame: int) -> None:
-        """There is room for message `index` (from 1)."""
-        self._told.append((index, frame))
-        told = self._by_place.pop((addr, rkey), None) or deque(maxlen=_LAPS)
-        told.append((index, frame))
-        self._by_place[addr, rkey] = told
-        if len(self._by_place) > _MAX_ROOMS:
-            del self._by_place[next(iter(self._by_place))]
+    def told(self, records: Iterable[Record]) -> None:
+        """There is room for these messages, in this order."""
+        by_place = self._by_place
+        for place, index, frame in records:
+            self._told.append((index, frame))
+            told = by_place.pop(place, None) or deque(maxlen=_LAPS)
+            told.append((index, frame))
+            by_place[place] = told
+            if len(by_place) > _MAX_ROOMS:
+                del by_place[next(iter(by_place))]
 
     def fix(self) -> None:
         """Positions are counted as in the records."""

@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from everystep.tap.gloo import Gloo
 from everystep.tap.nccl import Decoder
@@ -33,7 +32,7 @@ class Withdrawn(Struct, frozen=True):
 
 
 class Buffers:
-    """What decoders give, put together; each buffer given is the receiver's own."""
+    """What decoders give, put together."""
 
     def __init__(self, assembler: Assembler) -> None:
         """Nothing in the making.
@@ -61,12 +60,12 @@ class Buffers:
             elif isinstance(event, Refused):
                 self.sizes.pop(event.collective, None)
                 self._withdrawn.append(Withdrawn(event.collective, 0, None))
-            given += map(_own, self._assembler.add(event))
+            given += self._assembler.add(event)
         return given
 
     def give_up(self, through: int | None = None) -> list[Reduced]:
         """End every buffer in the making with a number up to `through`, or all."""
-        return [*map(_own, self._assembler.give_up(through))]
+        return self._assembler.give_up(through)
 
     def withdrawn(self) -> list[Withdrawn]:
         """What has turned out since the last call: refused all-reduces, and twins that differ."""
@@ -155,8 +154,3 @@ class Reader:
             for messages in tracker.feed(packets):
                 given += self.buffers.take(decoder.feed(messages))
         return given
-
-
-def _own(reduced: Reduced) -> Reduced:
-    """With a copy of the data, which the assembler uses again."""
-    return replace(reduced, data=reduced.data.copy())

@@ -170,8 +170,11 @@ class _Collective:
         edges = [0, *(edge for run in present for edge in run), nbytes]
         missing = [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
         data = self.buffer.data[:nbytes]
+        if is_refused or nbytes < len(self.buffer.data):  # it may be out; it would hold more memory
+            data = data.copy()
         for start, stop in missing:
             data[start:stop] = 0xFF
+        data.flags.writeable = False
         return Reduced(
             self.number,
             data,
@@ -223,9 +226,7 @@ class Assembler:
         self._largest_bytes, self._total_bytes = largest_bytes, total_bytes
         self._open: OrderedDict[int, _Collective] = OrderedDict()
         self._whole_since: dict[int, int] = {}
-        self._free: list[Buffer] = []
         self._row = np.zeros(1, SCATTERED)  # made once: a piece may cost microseconds only
-        self._cooling: list[Buffer] = []  # handed out in this call: not to be written to yet
         self._over: OrderedDict[int, None] = OrderedDict()  # numbers; the last thousands
         self.alarms: list[Mismatch] = []
         """Twins that differ, those of finished buffers too; the caller may empty it."""
@@ -234,7 +235,6 @@ class Assembler:
 
     def add(self, event: Event) -> list[Reduced]:
         """What one event of a decoder completes, or lets give up."""
-        self._cool()
         match event:
             case Scattered():
                 return self._scattered(event)
@@ -248,7 +248,6 @@ class Assembler:
 
     def give_up(self, through: int | None = None) -> list[Reduced]:
         """End every buffer in the making with a number up to `through`, or all; in order."""
-        self._cool()
         given = []
         for number in sorted(self._open):
             collective = self._open[number]
@@ -313,8 +312,7 @@ class Assembler:
         """The one in the making, or kept for its twins; None when it is over."""
         found = self._open.get(number)
         if found is None and number not in self._over:
-            found = _Collective(number, self._free.pop() if self._free else Buffer())
-            found.buffer.reset()
+            found = _Collective(number, Buffer())
             self._open[number] = found
             self._whole_since[number] = 0
         return found
@@ -331,14 +329,6 @@ class Assembler:
         self._over[collective.number] = None
         while len(self._over) > 1 << 14:
             self._over.popitem(last=False)
-        self._cooling.append(collective.buffer)
-
-    def _cool(self) -> None:
-        """What was handed out by the call before may be written to again."""
-        if self._cooling:
-            self._free += self._cooling
-            self._cooling.clear()
-            del self._free[: -self._finished - 2]
 
     def _finish(self, collective: _Collective) -> list[Reduced]:
         """Hand it out if it is whole now, and give up those that it leaves behind."""

@@ -18,7 +18,7 @@ import numpy as np
 from everystep.errors import UsageError
 from everystep.tap.bpf import ROCE_PORT
 from everystep.tap.capture import need_extension
-from everystep.tap.pieces import ACK, FORMS, MESSAGE, STREAM, Bytes, Messages, Packets
+from everystep.tap.pieces import ACK, FORMS, MESSAGE, STREAM, Bytes, Messages, Packets, Table
 
 try:
     from everystep.tap import _roce
@@ -163,3 +163,22 @@ def unpack(form: int, raw: Bytes, to: Bytes, at: int = 0) -> tuple[int, bool]:
     except ValueError as error:
         raise UsageError(str(error)) from error
     return flag, is_right
+
+
+def foreseen(rows: Table, lengths: Table, *, psn: int, flag: int, form: int, keys: Table) -> int:
+    """How many of the first rows (MESSAGE) of one stream are whole writes, each right behind the
+    one before, and as foreseen.
+
+    Args:
+        rows: contiguous.
+        lengths: int64, bytes on the wire of each; 0 for one that has neither form nor flag.
+        psn: of the first packet of the first.
+        flag: of the first, where the form has flags: one more for each after it.
+        form: of the payload.
+        keys: uint32, the remote keys that it may be written with.
+
+    Raises:
+        Unsupported: the compiled loops are not installed.
+    """
+    need_extension(_roce)
+    return _roce.foreseen(rows, lengths, psn, flag, form, keys)

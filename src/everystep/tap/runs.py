@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from everystep.tap import roce
 from everystep.tap.connections import Connection
-from everystep.tap.pieces import PSN_COUNT, WRITE, Table
+from everystep.tap.pieces import PSN_COUNT, Table
 from everystep.tap.positions import Window
 from everystep.tap.ring import SCATTERED
 from everystep.tap.writes import FORMS
@@ -23,8 +23,6 @@ _LEAST = 4
 
 _FLAGS = 1 << 32
 _SPLIT_BYTES = 8192
-
-Numbers = npt.NDArray[np.int64]
 
 
 def run(connection: Connection, stream: int, rows: Table) -> tuple[int, Window] | None:
@@ -39,45 +37,30 @@ def run(connection: Connection, stream: int, rows: Table) -> tuple[int, Window] 
     if connection.floating or connection.is_cut or connection.is_split:
         return None
     rows = rows[: window.stop - first]
-    wrong = np.flatnonzero(~_is_plain(connection, window, first, rows))
-    count = int(wrong[0]) if len(wrong) else len(rows)
+    count = _plain(connection, window, first, rows)
     if count < _LEAST or not _rooms_agree(connection, rows[count - 1], first + count - 1):
         return None
     return count, window
 
 
-def _is_plain(
-    connection: Connection, window: Window, first: int, rows: Table
-) -> npt.NDArray[np.bool_]:
-    """Per row whether it is as foreseen."""
-    plan = window.plan
-    place = first - window.first
-    lengths = window.lengths()[place : place + len(rows)]
-    immediates = rows["immediate"].astype(np.int64)
-    psn = np.full(len(rows), _psn(connection), np.int64)
-    psn[1:] += np.cumsum(rows["span"][:-1].astype(np.int64))
-    form = FORMS[plan.protocol]
-    has_data = lengths > 0
-    flags = np.zeros(len(rows), np.int64)
-    if plan.protocol != "Simple":
-        lead = connection.lead or 0
-        step = window.first + place + lead + 1 + np.arange(len(rows), dtype=np.int64)
-        flags = np.where(has_data, step % _FLAGS, 0)
+def _plain(connection: Connection, window: Window, first: int, rows: Table) -> int:
+    """How many of the first rows are as foreseen."""
+    protocol, flag = window.plan.protocol, 0
+    if protocol != "Simple":
         if connection.lead is None or not connection.has_only_flags:
-            return np.zeros(len(rows), np.bool_)
-    keys = [key for key, protocol in connection.protocols.items() if protocol == plan.protocol]
-    found: npt.NDArray[np.bool_] = (
-        (rows["length"] == lengths)
-        & ((immediates == lengths) | (rows["immediate"].byteswap() == lengths))
-        & (rows["psn"] == psn % PSN_COUNT)
-        & (rows["flag"] == flags)
-        & ((rows["form"] == form) & np.isin(rows["rkey"], keys) | ~has_data)
-        & (rows["operation"] == WRITE)
-        & (rows["complete"] & rows["has_head"] & rows["has_immediate"] == 1)
-        & (rows["is_split"] | rows["is_chain"] == 0)
-        & (rows["span"] > 0)
+            return 0
+        flag = (first + connection.lead + 1) % _FLAGS
+    place = first - window.first
+    lengths = window.plan.wire[place : place + len(rows)]
+    keys = [key for key, framing in connection.protocols.items() if framing == protocol]
+    return roce.foreseen(
+        rows,
+        lengths,
+        psn=_psn(connection),
+        flag=flag,
+        form=FORMS[protocol],
+        keys=np.array(keys, np.uint32),
     )
-    return found
 
 
 def _psn(connection: Connection) -> int:
@@ -113,7 +96,7 @@ def move_on(connection: Connection, stream: int, rows: Table) -> None:
 def pieces(window: Window, first: int, stream: int, rows: Table) -> Table:
     """SCATTERED: what these rows hold of the reduced buffer."""
     place = first - window.first
-    starts, nbytes = (part[place : place + len(rows)] for part in window.reduced())
+    starts, nbytes = (part[place : place + len(rows)] for part in window.plan.reduced)
     used = nbytes > 0
     found = np.zeros(int(used.sum()), SCATTERED)
     found["start"], found["length"] = starts[used], nbytes[used]

@@ -108,13 +108,14 @@ class Sorter:
     def _runs(self, table: Table, messages: Messages) -> Table:
         """Take what is plain, stream by stream; the rows that are left."""
         left = np.ones(len(table), np.bool_)
-        for number in np.unique(table["stream"]).tolist():
+        streams = table["stream"].copy()
+        for number in sorted(set(streams.tolist())):
             connection = self._data.get(number)
+            places = np.flatnonzero(streams == number)
             if number in self._cleared:
-                left[table["stream"] == number] &= not self._records_of(number, table, messages)
+                left[places] = not self._records_of(number, table[places], messages)
             if connection is None or connection.role != "ring":
                 continue
-            places = np.flatnonzero(table["stream"] == number)
             rows = table[places]
             found = runs.run(connection, number, rows)
             if found is None:
@@ -133,10 +134,9 @@ class Sorter:
             left[places[:count]] = False
         return table[left]
 
-    def _records_of(self, number: int, table: Table, messages: Messages) -> bool:
+    def _records_of(self, number: int, rows: Table, messages: Messages) -> bool:
         """Note the clear-to-send records of a stream, if all of its messages are plain ones."""
         connection, layout = self._cleared[number], self._layout
-        rows = table[table["stream"] == number]
         _source, destination, *_ = self.streams[number]
         if layout is None or connection.role is None or destination not in self.rank_of:
             return False
@@ -148,8 +148,9 @@ class Sorter:
         found = cts.parse_all(messages.data[places], layout)
         if found is None:
             return False
-        for record, frame in zip(found, rows["frame"].tolist(), strict=True):
-            connection.told(record.addr, record.rkey, record.idx, record.size, frame)
+        addresses = zip(found["addr"].tolist(), found["rkey"].tolist(), strict=True)
+        records = zip(addresses, found["idx"].tolist(), rows["frame"].tolist(), strict=True)
+        connection.told([*records], int(found["size"][-1]))
         return True
 
     def ring_of(self, connection: Connection) -> Ring | None:
@@ -266,11 +267,11 @@ class Sorter:
             connection = self._pair(destination, source, port)
             connection.cts_qp = qp
             self._cleared[row[writes.STREAM]] = connection
-        for record in records:
-            connection.told(record.addr, record.rkey, record.idx, record.size, row[writes.FRAME])
-            if self._options.record:
-                copy = np.frombuffer(payload, np.uint8)
-                self.records.append((Write(row, copy, [(0, length)]), record))
+        told = [((record.addr, record.rkey), record.idx, row[writes.FRAME]) for record in records]
+        connection.told(told, records[-1].size)
+        if self._options.record:
+            copy = np.frombuffer(payload, np.uint8)
+            self.records += [(Write(row, copy, [(0, length)]), record) for record in records]
         self._name(source, destination, records[0])
         if connection.role is None and records[0].size != MAX_MESSAGE_BYTES:
             self._assign(connection, "ring")
