@@ -55,10 +55,14 @@ class Collective:
         self.first_frame = 0
         self.last_frame = 0
 
+    def ran(self, first: int, last: int) -> None:
+        """Note the numbers of frames that are part of it."""
+        self.first_frame = min(self.first_frame or first, first)
+        self.last_frame = max(self.last_frame, last)
+
     def saw(self, write: Write) -> None:
         """Note that a message is part of it."""
-        self.first_frame = min(self.first_frame or write.frame, write.frame)
-        self.last_frame = max(self.last_frame, write.last_frame)
+        self.ran(write.frame, write.last_frame)
         if self.writes is not None:
             self.writes.append(write)
 
@@ -141,7 +145,7 @@ class Expectations:
         for schedule in self._likely(number):
             if schedule.protocol == protocol and (count is None or schedule.count == count):
                 found.append(schedule)
-        if count is not None and not self.contiguous:
+        if count is not None and self.contiguous is False:
             most = self.chunk_bytes[protocol]
             for used in range(channels, 0, -1):
                 for shape in self.shapes:
@@ -211,6 +215,13 @@ class Expectations:
             if first <= frame <= last:
                 return number
         return None
+
+    def may_tell(self, number: int, frames: Sequence[int]) -> bool:
+        """Whether messages in these frames, of the kind that tells (`number_at`), may be of an
+        all-reduce that another link has shown."""
+        first, _ = self._frames.get(number, (0, 0))
+        later = [begun for other, (begun, _) in self._frames.items() if other > number]
+        return all(first <= frame < min(later, default=frame + 1) for frame in frames)
 
     def newest(self) -> int:
         """The greatest number that an all-reduce was given; -1 before the first."""

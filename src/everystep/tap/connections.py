@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from everystep.tap.collectives import Collective, Plan
 from everystep.tap.pieces import PSN_COUNT
-from everystep.tap.positions import Course, Record, Rooms, Window, psn_after
+from everystep.tap.positions import Course, Record, Rooms, Window, offsets_of, psn_after
 from everystep.tap.schedule import Protocol
 from everystep.tap.writes import Write
 
@@ -51,6 +51,8 @@ class Connection:
         self.role: str | None = None
         self.protocols: dict[int, Protocol] = {}
         """By remote key: each protocol has its own buffer."""
+        self.keys: set[int] = set()
+        """All that were seen, the first few: those of empty messages, too."""
         self.courses: dict[int, Course] = {}
         """By the number of the stream: one per queue pair."""
         self.messages = 0
@@ -123,6 +125,7 @@ class Connection:
         if write.flag:
             self.step = self._step(write.flag)
             self.lead = self.step - position
+            self.from_start = self.from_start and not self._has_come_round()
         if ahead == 0 and not self.rooms.is_fixed:
             self.rooms.observe(write.va, write.rkey, write.frame, position)
         if write.span and (ahead is None or ahead >= 0):
@@ -188,6 +191,10 @@ class Connection:
         """Whether the connection was made just before its first message was seen."""
         return write.psn <= _SMALL_PSN and self.step is None and len(self.courses) == 1
 
+    def _has_come_round(self) -> bool:
+        """Whether steps tell that small sequence numbers are not the first."""
+        return self.has_only_flags and (self.lead or 0) > _SMALL_STEP
+
     def _step(self, flag: int) -> int:
         """The step that a flag means: flags are counted modulo 2^32."""
         if self.step is None:
@@ -222,7 +229,8 @@ class Connection:
         return None
 
     def _begin(self, write: Write, position: int) -> None:
-        self.from_start = position <= _SMALL_STEP and write.psn <= _SMALL_PSN
+        is_small = position <= _SMALL_STEP and write.psn <= _SMALL_PSN
+        self.from_start = is_small and not self._has_come_round()
         # empty messages before the first flag stand right before it
         psn = write.psn
         for earlier in reversed(self.floating):
@@ -273,7 +281,7 @@ class Connection:
 
     def owns(self, rkey: int) -> bool:
         """Whether a remote key is of one of its buffers."""
-        return rkey in self.protocols or self.rooms.owns(rkey)
+        return rkey in self.keys or self.rooms.owns(rkey)
 
     def add_headless(self, write: Write) -> None:
         """Keep a message whose beginning was lost until its place is known."""
@@ -294,14 +302,7 @@ class Connection:
             return None
         if self.is_split is None and max(lengths, default=0) > _SPLIT_BYTES:
             return None
-        found = [0]
-        at = 0
-        for length in lengths:
-            at += max(1, -(-length // self.mtu))
-            if self.is_split and length > _SPLIT_BYTES:
-                at += 1
-            found.append(at)
-        return found
+        return offsets_of(lengths, self.mtu, _SPLIT_BYTES if self.is_split else None)
 
     def fits(self, plan: Plan, base: int, psn: int | None) -> tuple[int, bool] | None:
         """How many messages with data agree with a plan from `base` on; None where one does not.
@@ -323,13 +324,11 @@ class Connection:
                 start = (write.psn - offsets[place]) % PSN_COUNT
                 if psn is not None and start != psn:
                     return None
-                if psn is None and self._is_too_early(start):
+                least = start if self.least_psn is None else self.least_psn
+                if psn is None and psn_after(start, least) < 0:
                     return None
             agreeing += length > 0 or psn is not None
         return agreeing, is_sure
-
-    def _is_too_early(self, psn: int) -> bool:
-        return self.least_psn is not None and psn_after(psn, self.least_psn) < 0
 
     def take(self, plan: Plan, collective: Collective) -> list[Write]:
         """Give the positions from the base on to a collective; returns its waiting messages."""

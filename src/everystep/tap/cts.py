@@ -12,10 +12,9 @@ import struct
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
-from everystep.tap.pieces import Table
+from everystep.tap.pieces import WRITE, Bytes, Table
 
 MAX_REQUESTS = 8
 MAX_WRITE_BYTES = 64 * MAX_REQUESTS
@@ -78,21 +77,23 @@ def parse(
     return None
 
 
-def parse_all(payloads: npt.NDArray[np.uint8], layout: Layout) -> Table | None:
-    """The records of writes of one request each, with `ClearToSend`'s fields as columns, or None
-    where one of them is something else.
-
-    Shape of `payloads`: (writes, bytes of the layout).
-    """
-    rows = np.ascontiguousarray(payloads).view(_dtype(layout))[:, 0]
+def parse_all(rows: Table, data: Bytes, layout: Layout) -> Table | None:
+    """The records that messages (rows of MESSAGE) are, with `ClearToSend`'s fields as columns, or
+    None where one of them is not a whole write of one record."""
+    is_plain = (rows["operation"] == WRITE) & (rows["length"] == layout.nbytes)
+    is_plain &= (rows["complete"] == 1) & (rows["has_immediate"] == 0)
+    if not is_plain.all():
+        return None
+    places = rows["at"].astype(np.int64)[:, None] + np.arange(layout.nbytes)
+    found: Table = np.ascontiguousarray(data[places]).view(_dtype(layout))[:, 0]
     is_right = (
-        (rows["nreqs"] == 1)
-        & (rows["idx"] >= 1) & (rows["idx"] <= _MAX_INDEX)
-        & (rows["tag"] <= _MAX_RANK)
-        & (rows["size"] > 0) & (rows["size"] <= _MAX_ROOM)
-        & (rows["addr"] != 0)
+        (found["nreqs"] == 1)
+        & (found["idx"] >= 1) & (found["idx"] <= _MAX_INDEX)
+        & (found["tag"] <= _MAX_RANK)
+        & (found["size"] > 0) & (found["size"] <= _MAX_ROOM)
+        & (found["addr"] != 0)
     )  # fmt: skip
-    return rows if is_right.all() else None
+    return found if is_right.all() else None
 
 
 @lru_cache(maxsize=len(LAYOUTS))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from everystep.tap.schedule import (
     MAX_COUNT,
+    Extent,
     Protocol,
     Schedule,
     Shape,
@@ -33,8 +34,9 @@ def inferred(
     contiguous: bool,
     count: int | None = None,
     is_fine: bool = False,
-) -> Schedule | None:
-    """The all-reduce that begins with messages of these lengths, or None.
+) -> set[Schedule]:
+    """The all-reduces that may begin with messages of these lengths: more than one where the
+    lengths do not tell how the buffer was cut.
 
     `lengths` has per channel the bytes on the wire, None where a message was not seen. Every chunk
     must be of the size of its loop, or the remainder. The size must be what NCCL chooses, unless
@@ -43,18 +45,23 @@ def inferred(
     """
     loops = _loops(shape, protocol, ring_index, lengths, max_chunk_bytes // shape.element_bytes)
     if not loops:
-        return None
+        return set()
     most = max_chunk_bytes // shape.element_bytes
     # full loops alone may be an all-reduce only where its size is known: more may be part of it
     for used in range(len(loops), 0 if count is not None else len(loops) - 1, -1):
-        if contiguous:
-            grains = _grains(shape, protocol, is_fine=is_fine)
-            found = _lay_contiguous(shape, protocol, loops[:used], most, count, grains)
+        if not contiguous:
+            laid = _lay_interleaved(shape, protocol, loops[:used], most, count)
+            found = set() if laid is None else {laid}
         else:
-            found = _lay_interleaved(shape, protocol, loops[:used], most, count)
-        if found is not None:
+            grains = _grains(shape, protocol, is_fine=is_fine)
+            if protocol == "LL128":
+                found = _one_part(shape, loops[:used], most, count, grains)
+            else:
+                laid = _lay_contiguous(shape, protocol, loops[:used], most, count, grains)
+                found = set() if laid is None else {laid}
+        if found:
             return found
-    return None
+    return set()
 
 
 Sizes = list[list[int | None]]
@@ -189,16 +196,7 @@ def _lay_contiguous(
     count: int | None,
     grains: set[int],
 ) -> Schedule | None:
-    """NCCL 2.20 and later: channel after channel, each in loops of k*M elements.
-
-    LL128 hides how long a part is, so only a buffer of known size on one channel can be laid.
-    """
-    if protocol == "LL128":
-        return (
-            None
-            if count is None or len(loops[0]) > 1
-            else _one_part(shape, loops, largest, count, grains)
-        )
+    """NCCL 2.20 and later: channel after channel, each in loops of k*M elements."""
     owns = []
     for chunks in loops[-1]:
         filled = _filled(chunks, max((s for s in chunks if s is not None), default=0))
@@ -232,17 +230,21 @@ def _lay_contiguous(
 
 
 def _one_part(
-    shape: Shape, loops: list[Sizes], largest: int, count: int, grains: set[int]
-) -> Schedule | None:
-    """LL128 on one channel: the only known rule that gives what was seen."""
+    shape: Shape, loops: list[Sizes], largest: int, count: int | None, grains: set[int]
+) -> set[Schedule]:
+    """The same for LL128, which hides how long a part is: only a buffer of known size on one
+    channel can be laid, by each known rule that gives what was seen."""
+    if count is None or len(loops[0]) > 1:
+        return set()
     rest = count - (len(loops) - 1) * shape.ranks * largest
-    found = set()
-    for grain in grains if rest > 0 else ():
+    found: dict[tuple[Extent, ...], Schedule] = {}  # by what is not empty
+    for grain in sorted(grains) if rest > 0 else ():
         sizes = [largest] * (len(loops) - 1) + [min(largest, up(ceil(rest, shape.ranks), grain))]
         laid = walk_interleaved(shape, "LL128", count, 1, largest, sizes)
         if _agree(laid, loops):
-            found.add(laid)
-    return found.pop() if len(found) == 1 else None
+            chunks = [chunk for loop in laid.channels[0] for chunk in loop if chunk[0] < chunk[1]]
+            found.setdefault(tuple(chunks), laid)
+    return {*found.values()}
 
 
 def _is_cut(shape: Shape, own: int, size: int, loops: int, largest: int, grains: set[int]) -> bool:

@@ -8,7 +8,7 @@ that where later records may be lost, the last one seen gives the least that the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from everystep.tap.collectives import Collective, Plan
 from everystep.tap.pieces import PSN_COUNT
@@ -27,6 +27,18 @@ _MORE_THAN_ENOUGH = 256
 def psn_after(psn: int, base: int) -> int:
     """How far a sequence number lies behind another: signed, 24 bits."""
     return (psn - base + PSN_COUNT // 2) % PSN_COUNT - PSN_COUNT // 2
+
+
+def offsets_of(lengths: Sequence[int], mtu: int, longest_whole: int | None) -> list[int]:
+    """Sequence numbers from the first message to each, and to the end.
+
+    `longest_whole`: a longer one is followed by an empty write; None: none is.
+    """
+    found, at = [0], 0
+    for length in lengths:
+        at += max(1, -(-length // mtu)) + (longest_whole is not None and length > longest_whole)
+        found.append(at)
+    return found
 
 
 class Course:

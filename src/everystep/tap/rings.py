@@ -12,17 +12,19 @@ from collections.abc import Callable, Iterable
 from msgspec import Struct
 
 from everystep.tap import bringup
+from everystep.tap.added import has_added_step
+from everystep.tap.alone import stands_alone
 from everystep.tap.collectives import Collective, Expectations, Plan, plan_of
 from everystep.tap.connections import Connection
 from everystep.tap.positions import Window
-from everystep.tap.schedule import Schedule, ceil
+from everystep.tap.schedule import Schedule
 from everystep.tap.waiting import Channels
 from everystep.tap.writes import Write
 
 _UNKNOWN = "an all-reduce whose number is unknown"
 
 _AHEAD = 64
-"""Positions."""
+"""All-reduces."""
 
 _MAX_LOST = 512
 """All-reduces in a row that may be lost whole without losing count."""
@@ -174,12 +176,10 @@ class Ring(Channels):
 
     def _has_begun(self, first: Connection) -> bool:
         """Whether channel 0 is so far on that every channel must have shown itself."""
-        shape = self.expected.shape
-        loops, count = 1, self.expected.count(self.number or 0)
+        most, count = self.loop_messages(), self.expected.count(self.number or 0)
         if count is not None and self._rules_open():
-            most = self.expected.chunk_bytes[self.protocol()] // shape.element_bytes
-            loops += ceil(count, shape.ranks * most)
-        return len(first.pending) > loops * self.loop_messages() + shape.ranks
+            most += self.messages_of(count)
+        return len(first.pending) > most + self.expected.shape.ranks
 
     def _is_late(self, waiting: int) -> bool:
         """Whether what waits would have been understood by now."""
@@ -219,22 +219,19 @@ class Ring(Channels):
 
     def _take_best(self, options: Iterable[Schedule]) -> bool:
         """Take what fits, if nothing else does."""
-        found: dict[Schedule, tuple[int, list[Plan]]] = {}
-        for schedule in options:
-            fitting = self.fitting(schedule)
-            if fitting is not None:
-                found.setdefault(schedule, fitting)
+        found = [(one, *fitting) for one in dict.fromkeys(options) for fitting in self.fitting(one)]
         fits = bool(found)
         if self.is_open():
-            ways = {s.shape.added_step: plans[0] for s, (_, plans) in reversed(found.items())}
+            ways = {item[0].shape.added_step: (*item[:2], item[2][0]) for item in reversed(found)}
             if True in ways:
-                choice = self.has_added_step(ways.get(False), ways[True])
-                found = {s: one for s, one in found.items() if s.shape.added_step is choice}
+                plain = ways[False][2] if False in ways else None
+                choice = has_added_step(self, self.expected.rings, plain, ways[True])
+                found = [item for item in found if item[0].shape.added_step is choice]
         if len(found) != 1:
             self._may_grow |= fits and not self.is_final  # more may tell
             return False
-        ((schedule, (rank_index, plans)),) = found.items()
-        if not self.is_aligned and not (self._may_look() and self.stands_alone()):
+        ((schedule, rank_index, plans),) = found
+        if not self.is_aligned and not (self._may_look() and stands_alone(self)):
             self._may_grow = not self.is_final
             return False
         self.rank_index = rank_index
@@ -289,18 +286,23 @@ class Ring(Channels):
         return self._take_best(found)
 
     def _looked_ahead(self) -> bool:
-        """Where messages are missing: what follows may show how the all-reduce looks here."""
-        if self.is_whole_so_far() or self.expected.schedules(
-            self.number or 0, self.protocol(), len(self.channels)
-        ):
+        """Where messages are missing: a later all-reduce of as many elements shows how this one is
+        cut."""
+        number = self.number or 0
+        count = self.expected.count(number)
+        if count is None or not self.is_aligned or self.is_whole_so_far():
             return False
-        for ahead in range(1, _AHEAD):
-            if not self._may_look():
-                return False
-            is_told = self.expected.count(self.number or 0) is not None
-            found = [one for one in self.readings(ahead) if is_told or self.is_shown(one)]
-            if found and self._take_best(found):
-                return True
+        if self.expected.schedules(number, self.protocol(), len(self.channels)):
+            return False
+        ahead = 0
+        for later in range(number, number + _AHEAD):
+            size = self.expected.count(later)
+            if later > number and size == count:
+                if not self._may_look():
+                    return False
+                if self._take_best(self.readings(ahead)):
+                    return True
+            ahead += self.messages_of(size or 0)
         return False
 
     def _leave_out(self) -> bool:
@@ -356,12 +358,12 @@ class Ring(Channels):
         is_new = self.number is None
         if is_new and not self.adrift and self._is_from_start():
             self.number = 0
-        known = self.expected.schedule(self.number or 0)
-        if known is not None and known != schedule:
-            self.adrift = True
+        telling = self.telling_frames(plans)
+        self.adrift |= (self.expected.schedule(self.number or 0) or schedule) != schedule
         if not self.adrift and self.number is not None:
-            return self.number
-        others = {self.expected.number_at(frame) for frame in self.telling_frames(plans)}
+            self.adrift = not self.expected.may_tell(self.number, telling)
+            return None if self.adrift else self.number
+        others = {self.expected.number_at(frame) for frame in telling}
         number = others.pop() if len(others) == 1 else None
         if number is not None and self.expected.schedule(number) == schedule:
             self.adrift = False

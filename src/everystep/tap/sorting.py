@@ -24,11 +24,11 @@ from everystep.tap.unpacking import RING_ROOM, Placer, Unpacker
 from everystep.tap.writes import Write
 
 _MAX_CONNECTIONS = 4096
+_MAX_KEYS = 64
 _MAX_HELD = 64
 _LL_ROOM = 65536
 _MOST_BYTES = 1 << 24
-_AT_A_TIME = 64
-"""Messages, after which it is seen whether what comes next is plain now."""
+_AT_A_TIME = 64  # messages, after which it is seen whether what comes next is plain now
 
 
 class Options(Struct, frozen=True, kw_only=True):
@@ -123,12 +123,7 @@ class Sorter:
             count, window = found
             rows, first = rows[:count], connection.courses[number].last + 1
             runs.move_on(connection, number, rows)
-            window.collective.first_frame = min(
-                window.collective.first_frame or int(rows["frame"][0]), int(rows["frame"].min())
-            )
-            window.collective.last_frame = max(
-                window.collective.last_frame, int(rows["last_frame"].max())
-            )
+            window.collective.ran(int(rows["frame"].min()), int(rows["last_frame"].max()))
             self._expected.seen(window.collective)
             self._hand_out(Scattered(runs.pieces(window, first, number, rows), messages.data))
             left[places[:count]] = False
@@ -137,15 +132,10 @@ class Sorter:
     def _records_of(self, number: int, rows: Table, messages: Messages) -> bool:
         """Note the clear-to-send records of a stream, if all of its messages are plain ones."""
         connection, layout = self._cleared[number], self._layout
-        _source, destination, *_ = self.streams[number]
-        if layout is None or connection.role is None or destination not in self.rank_of:
+        is_known = connection.role is not None and self.streams[number][1] in self.rank_of
+        if layout is None or not is_known or (connection.base is None and connection.floating):
             return False
-        is_plain = (rows["operation"] == WRITE) & (rows["length"] == layout.nbytes)
-        is_plain &= (rows["complete"] == 1) & (rows["has_immediate"] == 0)
-        if not is_plain.all() or (connection.base is None and connection.floating):
-            return False
-        places = rows["at"].astype(np.int64)[:, None] + np.arange(layout.nbytes)
-        found = cts.parse_all(messages.data[places], layout)
+        found = cts.parse_all(rows, messages.data, layout)
         if found is None:
             return False
         addresses = zip(found["addr"].tolist(), found["rkey"].tolist(), strict=True)
@@ -190,6 +180,8 @@ class Sorter:
             if connection is None:
                 self.ignored += 1
                 return None
+        if row[writes.RKEY] not in connection.keys:
+            self._note_key(connection, row[writes.RKEY])
         write = self._unpacker.write(connection, row, messages)
         connection.messages += write.has_head and not write.is_tail
         if self._options.record:
@@ -232,17 +224,14 @@ class Sorter:
         there is one queue pair only.
         """
         told = write.immediate
-        if told is None or not write.length or not (write.complete and write.has_head):
+        if not told or not write.rkey or not (write.complete and write.has_head):
             return False
         if len(connection.courses) < 2 and self._layout in cts.LAYOUTS[2:]:
             return False
         other = int.from_bytes(told.to_bytes(4, "little"), "big")
         if write.length in (told, other) or not write.length < min(told, other) <= _MOST_BYTES:
             return False
-        connection.is_cut = True
-        connection.pending.clear()
-        connection.floating.clear()
-        connection.headless.clear()
+        _refuse(connection)
         return True
 
     # ------------------------------------------------------------ clear to send
@@ -326,8 +315,8 @@ class Sorter:
             beside = [
                 c
                 for c in self.connections
-                if (c.sender, c.receiver) == (source, destination)
-                and rkey
+                if rkey
+                and (c.sender, c.receiver) == (source, destination)
                 and (c.owns(rkey) if c.data_qp is not None else c.rooms.cleared(va, rkey))
             ]
             connection = beside[0] if beside else self._pair(source, destination, port)
@@ -340,6 +329,15 @@ class Sorter:
         connection.open(row[writes.STREAM])
         self._data[row[writes.STREAM]] = connection
         return connection
+
+    def _note_key(self, connection: Connection, rkey: int) -> None:
+        """Two connections with one key are queue pairs of one: neither can be read."""
+        ends = (connection.sender, connection.receiver)
+        found = [c for c in self.connections if (c.sender, c.receiver) == ends and rkey in c.keys]
+        for one in (connection, *found) if found else ():
+            _refuse(one)
+        if rkey and len(connection.keys) < _MAX_KEYS:
+            connection.keys.add(rkey)
 
     def _choose_role(self, connection: Connection, write: Write) -> None:
         """A ring, unless the room told or the framing is that of a send/recv."""
@@ -392,3 +390,11 @@ class Sorter:
     def _same(self, a: int, b: int) -> bool:
         """Whether two addresses are known to be of one rank."""
         return a == b or (a in self.rank_of and self.rank_of[a] == self.rank_of.get(b))
+
+
+def _refuse(connection: Connection) -> None:
+    """Nothing of it is read."""
+    connection.is_cut = True
+    connection.pending.clear()
+    connection.floating.clear()
+    connection.headless.clear()

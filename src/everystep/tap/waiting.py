@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-import numpy as np
-import numpy.typing as npt
+import sys
+from collections.abc import Iterator
 
 from everystep.tap.collectives import Expectations, Plan, plan_of
 from everystep.tap.connections import Connection
 from everystep.tap.inference import inferred
 from everystep.tap.pieces import PSN_COUNT
-from everystep.tap.schedule import Protocol, Schedule
+from everystep.tap.schedule import Protocol, Schedule, ceil
 from everystep.tap.writes import Write
 
-_MAX_LOOKED_AT = 4096
-
-_ENOUGH = 3
-"""All-reduces after which an added step would have shown itself, if chunks are not all alike."""
+MAX_LOOKED_AT = 4096
+"""Messages of a channel."""
 
 
 class Channels:
@@ -53,30 +49,10 @@ class Channels:
         """Whether it is not known if the ring has an added step."""
         return len(self.expected.shapes) > 1
 
-    def has_added_step(self, plain: Plan | None, added: Plan) -> bool | None:
-        """Whether what waits has an added step, where both readings fit; None: not to be known.
-
-        An added step looks like the first message of the next all-reduce: all must be seen that
-        goes before it, and that it comes again; or that nothing comes after it.
-        """
-        first = self.channels[0]
-        run = self._run(first)
-        size = len(added.lengths)
-        if run[:size] != list(added.lengths):
-            return None if plain is None or _goes_on(run, added.lengths) else False
-        if not _goes_on(run, added.lengths):
-            return False
-        is_all = len(run) == len(first.pending) and not (first.floating or first.headless)
-        if self.is_final and self.is_aligned and is_all and len(run) == size:
-            return True
-        if plain is not None and _goes_on(run, plain.lengths):
-            return False if self.is_final or len(run) >= _ENOUGH * size else None
-        return True if len(run) >= 2 * size or plain is None else None
-
     def protocol(self) -> Protocol:
         """Of the messages that wait."""
         for connection in self.channels:
-            for position in sorted(connection.pending)[:_MAX_LOOKED_AT]:
+            for position in sorted(connection.pending)[:MAX_LOOKED_AT]:
                 protocol = connection.pending[position].protocol
                 if protocol is not None:
                     return protocol
@@ -87,16 +63,20 @@ class Channels:
         """Messages of a rank on a channel in one loop over a buffer."""
         return self.expected.shape.ring_steps * (2 if self.protocol() == "Simple" else 1)
 
-    def fitting(self, schedule: Schedule) -> tuple[int, list[Plan]] | None:
-        """The plans of a schedule's channels, where all messages that are there agree with them,
-        and the ring index of the sender.
+    def messages_of(self, count: int) -> int:
+        """Messages of a rank on a channel, at most, for a buffer of so many elements."""
+        shape = self.expected.shape
+        most = self.expected.chunk_bytes[self.protocol()] // shape.element_bytes
+        return ceil(count, shape.ranks * most) * self.loop_messages()
 
-        None also where they agree with the plans of more than one rank, and it is not known which.
+    def fitting(self, schedule: Schedule) -> list[tuple[int, list[Plan]]]:
+        """The plans of a schedule's channels, where all messages that are there agree with them,
+        and the ring index of the sender: of more than one where it is not known which.
         """
         if len(schedule.channels) > len(self.channels):
-            return None
+            return []
         fitting = []
-        for ring_index in self._ring_indices():
+        for ring_index in self.ring_indices():
             plans = [plan_of(schedule, b, ring_index) for b in range(len(schedule.channels))]
             agreeing = 0
             for connection, plan in zip(self.channels, plans, strict=False):
@@ -109,9 +89,10 @@ class Channels:
             else:
                 if agreeing:
                     fitting.append((ring_index, plans))
-        return fitting[0] if len(fitting) == 1 else None
+        return fitting
 
-    def _ring_indices(self) -> list[int]:
+    def ring_indices(self) -> list[int]:
+        """Those that the sender may have."""
         if self.rank_index is not None:
             return [self.rank_index]
         return list(range(self.expected.shape.ranks))
@@ -130,14 +111,18 @@ class Channels:
         return agreeing
 
     def telling_frames(self, plans: list[Plan]) -> list[int]:
-        """Frames of the messages that tell which all-reduce this is: see `number_at`."""
+        """Frames of the messages that tell which all-reduce this is: see `number_at`. Not those of
+        packets that came late: what follows them on their connection was sent after them."""
         last = self.expected.shape.ranks - 1
-        return [
-            connection.pending[position].frame
-            for connection, plan in zip(self.channels, plans, strict=False)
-            for position, sent in enumerate(plan.sends, connection.base or 0)
-            if sent is not None and sent.ring_step == last and position in connection.pending
-        ]
+        found = []
+        for connection, plan in zip(self.channels, plans, strict=False):
+            base, frame = connection.base or 0, sys.maxsize
+            for position in sorted(connection.pending, reverse=True):
+                frame = min(frame, connection.pending[position].frame)
+                sent = plan.sends[position - base] if position < base + len(plan.sends) else None
+                if sent is not None and sent.ring_step == last:
+                    found.append(frame)
+        return found
 
     def _bases_after(
         self, plans: list[Plan], bases: list[tuple[int | None, int | None]]
@@ -173,40 +158,46 @@ class Channels:
 
     def is_whole_so_far(self) -> bool:
         """Whether nothing is missing before the last message that waits."""
-        return all(len(self._run(c)) == len(c.pending) for c in self.channels if c.base is not None)
+        return all(len(self.run(c)) == len(c.pending) for c in self.channels if c.base is not None)
 
     def readings(self, ahead: int = 0) -> Iterator[Schedule]:
         """All-reduces that the messages that wait could be, on most channels first.
 
         `ahead`: from so many positions behind the base on.
         """
-        protocol = self.protocol()
-        expected = self.expected
-        ways = [False, True] if expected.contiguous is None else [expected.contiguous]
         for used in range(len(self.channels), 0, -1):
             if self._goes_beside(used):
                 return
-            loop = self.loop_messages()
-            lengths = [self._padded(c, ahead, loop) for c in self.channels[:used]]
-            found = [
-                inferred(
-                    shape,
-                    protocol,
-                    ring_index,
-                    lengths,
-                    expected.chunk_bytes[protocol],
-                    contiguous=contiguous,
-                    count=expected.count(self.number or 0),
-                    is_fine=expected.is_fine,
-                )
-                for shape in expected.shapes
-                for ring_index in self._ring_indices()
-                for contiguous in ways
-            ]
-            readings = [schedule for schedule in found if schedule is not None]
-            yield from readings
-            if readings:
+            found = self._possible(used, ahead, self.number or 0)
+            yield from found
+            if found:
                 return
+
+    def may_read(self, ahead: int, number: int) -> bool:
+        """Whether all-reduce `number` may begin so many positions behind the base."""
+        return bool(self._possible(len(self.channels), ahead, number))
+
+    def _possible(self, used: int, ahead: int, number: int) -> list[Schedule]:
+        """What the messages of the first `used` channels could be."""
+        protocol, expected, loop = self.protocol(), self.expected, self.loop_messages()
+        ways = [False, True] if expected.contiguous is None else [expected.contiguous]
+        lengths = [self._padded(c, ahead, loop) for c in self.channels[:used]]
+        return [
+            schedule
+            for shape in expected.shapes
+            for ring_index in self.ring_indices()
+            for contiguous in ways
+            for schedule in inferred(
+                shape,
+                protocol,
+                ring_index,
+                lengths,
+                expected.chunk_bytes[protocol],
+                contiguous=contiguous,
+                count=expected.count(number),
+                is_fine=expected.is_fine,
+            )
+        ]
 
     def may_be_part(self, connection: Connection, write: Write) -> bool:
         """Whether a message that fits nowhere may be of an all-reduce that is expected."""
@@ -232,60 +223,6 @@ class Channels:
             position not in connection.pending for position in range(base, min(base + size, last))
         )
 
-    def stands_alone(self) -> bool:
-        """Whether what waits can be no all-reduces that began before the bases of the channels."""
-        if self.expected.count(self.number or 0) is None:
-            return self._reads_alone()
-        coming = self.expected.coming(self.number or 0, self.protocol(), len(self.channels))
-        if not all(coming):  # how they are cut is not known
-            return self._reads_alone()
-        seen = [_seen(connection) for connection in self.channels]
-        for i, options in enumerate(coming):
-            for schedule in options:
-                for ring_index in self._ring_indices():
-                    for channel in range(len(schedule.channels)):
-                        lengths = plan_of(schedule, channel, ring_index).lengths
-                        rest = self._following(coming, i, schedule, channel, ring_index)
-                        if _may_be_inside(seen[channel], lengths, rest):
-                            return False
-        return True
-
-    def _reads_alone(self) -> bool:
-        """The same where sizes are not told: nothing else can be read from any place further on.
-
-        Never on several channels: an all-reduce may use some only, so that those that wait on one
-        need not be of those that wait on another.
-        """
-        if len(self.channels) > 1:
-            return False
-        loop = self.loop_messages()
-        if any(len(self._run(c)) < 2 * loop for c in self.channels if c.pending):
-            return False
-        return not any(list(self.readings(ahead)) for ahead in range(1, loop))
-
-    def _following(
-        self,
-        coming: list[list[Schedule]],
-        i: int,
-        schedule: Schedule,
-        channel: int,
-        ring_index: int,
-    ) -> list[int]:
-        """Lengths of the messages of a channel after an all-reduce, as far as they can be told."""
-        found: list[int] = []
-        most = max(self.channels[channel].pending, default=0) - (self.channels[channel].base or 0)
-        while len(found) <= most:
-            i = (i + 1) % len(coming)
-            alike = [
-                one
-                for one in coming[i]
-                if one.shape == schedule.shape and len(one.channels) == len(schedule.channels)
-            ]
-            if len(alike) != 1:
-                break
-            found += plan_of(alike[0], channel, ring_index).lengths
-        return found
-
     def _goes_beside(self, used: int) -> bool:
         """Whether a channel beyond the first `used` sends at the same time as they do: then they
         are not all that take part."""
@@ -298,7 +235,7 @@ class Channels:
         waiting = (connection.pending.get(base + i) for i in range(self.expected.shape.ring_steps))
         return [write for write in waiting if write is not None]
 
-    def _run(self, connection: Connection, ahead: int = 0, holes: int = 0) -> list[int | None]:
+    def run(self, connection: Connection, ahead: int = 0, holes: int = 0) -> list[int | None]:
         """The lengths of the messages that wait, as far as they follow each other.
 
         `holes`: so many missing ones in a row do not end it.
@@ -354,33 +291,5 @@ class Channels:
 
     def _padded(self, connection: Connection, ahead: int, loop: int) -> list[int | None]:
         """What waits, with holes of less than a loop; a loop that is not whole is filled up."""
-        found = self._run(connection, ahead, loop - 1)
+        found = self.run(connection, ahead, loop - 1)
         return found + [None] * (-len(found) % loop if self.is_final else 0)
-
-
-def _goes_on(run: Sequence[int | None], lengths: Sequence[int]) -> bool:
-    """Whether these are the lengths, again and again."""
-    return all(length == lengths[i % len(lengths)] for i, length in enumerate(run))
-
-
-def _seen(connection: Connection) -> npt.NDArray[np.int64]:
-    """The lengths of the messages that wait, from the base on; -1 where one is not there."""
-    base = connection.base or 0
-    found = np.full(min(max(connection.pending, default=base) + 1 - base, _MAX_LOOKED_AT), -1)
-    for position, write in connection.pending.items():
-        if 0 <= position - base < len(found):
-            found[position - base] = write.length
-    return found
-
-
-def _may_be_inside(
-    seen: npt.NDArray[np.int64], lengths: Sequence[int], rest: Sequence[int]
-) -> bool:
-    """Whether the base may stand anywhere inside the messages of these lengths, `rest` after it."""
-    foreseen = np.array([*lengths, *rest], np.int64)
-    for offset in range(1, len(lengths)):
-        part = foreseen[offset : offset + len(seen)]
-        known = seen[: len(part)]
-        if not (part != known)[known >= 0].any():
-            return True
-    return False
