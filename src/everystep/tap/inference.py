@@ -48,7 +48,11 @@ def inferred(
         return set()
     most = max_chunk_bytes // shape.element_bytes
     # full loops alone may be an all-reduce only where its size is known: more may be part of it
-    for used in range(len(loops), 0 if count is not None else len(loops) - 1, -1):
+    least = len(loops) if count is None else 1
+    if count is not None and not contiguous:
+        least = ceil(count, len(lengths) * shape.ranks * most)
+        del loops[least:]
+    for used in range(len(loops), least - 1, -1):
         if not contiguous:
             laid = _lay_interleaved(shape, protocol, loops[:used], most, count)
             found = set() if laid is None else {laid}

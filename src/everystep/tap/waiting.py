@@ -73,7 +73,8 @@ class Channels:
         """The plans of a schedule's channels, where all messages that are there agree with them,
         and the ring index of the sender: of more than one where it is not known which.
         """
-        if len(schedule.channels) > len(self.channels):
+        used = len(schedule.channels)
+        if used > len(self.channels) or self._goes_beside(used):
             return []
         fitting = []
         for ring_index in self.ring_indices():
