@@ -25,7 +25,7 @@ from typing import Any
 from waiting import until
 
 _START_S = 120.0
-_END_S = 60.0
+_END_S = 150.0
 _TELL_S = 10.0
 
 

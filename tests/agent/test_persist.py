@@ -390,7 +390,6 @@ def _killed(path: Path, run: Run, nth: int) -> int | None:
     return None
 
 
-@pytest.mark.timeout(300)
 def test_killed_before_every_system_call(tmp_path: Path) -> None:
     """What is on the store is whole images, the newest that was told among them or a later one; and
     another agent goes on."""

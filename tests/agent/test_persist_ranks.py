@@ -6,15 +6,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from agent.persist_ranks import EVERY, MORE, ROWS, STEPS, WIDTH
 from everystep.store.run import Run
 from everystep.store.verify import verify_run
 from exact.test_ranks import DEADLINE_S, SIZE
 from zygote import Zygote
-
-pytestmark = pytest.mark.timeout(300)
 
 
 def test_ranks_refer_to_their_earlier_images(zygote: Zygote, run_dir: Path) -> None:

@@ -29,8 +29,6 @@ from everystep.store.verify import verify_run
 from waiting import until
 from zygote import Zygote
 
-pytestmark = pytest.mark.timeout(300)
-
 SEED = 20261130
 KILLS = 100
 CALLS = 24
@@ -58,7 +56,7 @@ def test_a_hundred_agents_die_in_the_middle(zygote: Zygote, quick_path: Path) ->
     child = zygote.start(
         "crash.compaction_scenes.agents_die", log, run=str(run), kills=KILLS, calls=CALLS, seed=SEED
     )
-    assert child.wait(200) == 0, child.said()[-3000:]
+    assert child.wait(800) == 0, child.said()[-3000:]
     said = child.said()
     assert said.count("killed ") == said.count("has died: starting another") == KILLS
     deaths = (quick_path / "deaths").read_text().split()
@@ -125,7 +123,7 @@ def test_two_thousand_steps_leave_nothing_behind(zygote: Zygote, quick_path: Pat
     child = zygote.start(
         "crash.compaction_scenes.many_steps", quick_path / "log", run=str(run), steps=SOAK_STEPS
     )
-    assert child.wait(180) == 0, child.said()
+    assert child.wait(800) == 0, child.said()
     said = [line for line in child.said().splitlines() if line[:1] == "[" or line.isdigit()]
     *rows, left = map(json.loads, said)
     print(*rows, sep="\n")

@@ -284,13 +284,12 @@ def plan(path: Path) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_two_thousand_steps_leave_nothing_behind(zygote: Zygote, quick_path: Path) -> None:
     run = quick_path / "run"
     child = zygote.start(
         "crash.logged_scenes.many_steps", quick_path / "log", run=str(run), steps=SOAK_STEPS
     )
-    assert child.wait(180) == 0, child.said()
+    assert child.wait(800) == 0, child.said()
     said = [line for line in child.said().splitlines() if line[:1] == "[" or line.isdigit()]
     *rows, left = map(json.loads, said)
     print(*rows, sep="\n")

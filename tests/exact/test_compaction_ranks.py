@@ -14,8 +14,6 @@ from exact.test_deltas_ranks import COMPUTES_WITH_WHOLE_PARAMETERS
 from exact.test_ranks import DEADLINE_S, SIZE, Reports, run_jobs
 from zygote import Zygote
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def reports(zygote: Zygote, runs_dir: Path) -> Reports:

@@ -11,9 +11,6 @@ from exact.logged_ranks import SCENES, STORED, TRAINED
 from exact.test_ranks import SIZE, Reports, run_jobs
 from zygote import Zygote
 
-pytestmark = pytest.mark.timeout(300)
-
-
 COMPUTES_WITH_WHOLE_PARAMETERS = ("fsdp2-fp32-Muon",)
 """Of which a rank's deltas hold a shard: refused, and stored in full."""
 

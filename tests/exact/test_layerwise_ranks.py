@@ -13,8 +13,6 @@ from exact.logged_ranks import STORED, TRAINED
 from exact.test_ranks import DEADLINE_S, SIZE, run_jobs
 from zygote import Zygote
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def test_every_step_can_be_had_on_every_rank(zygote: Zygote, run_dir: Path) -> None:
     run_dir.mkdir()

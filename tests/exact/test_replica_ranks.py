@@ -13,8 +13,6 @@ from exact.replica_ranks import LAST
 from exact.test_ranks import DEADLINE_S, SIZE, Reports, run_jobs
 from zygote import Zygote
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def reports(zygote: Zygote, runs_dir: Path) -> Reports:

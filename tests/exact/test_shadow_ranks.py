@@ -7,8 +7,6 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
-
 from everystep.store import addresses as at
 from netns.said import folded, last, proved, stored, told, trained
 from waiting import until
@@ -17,7 +15,6 @@ from zygote import Child, Zygote
 SIZE, FEW, DEADLINE_S = 2, 20, 60.0
 
 
-@pytest.mark.timeout(200)
 def test_a_run_is_had_again_from_a_shadow(zygote: Zygote, run_dir: Path, tmp_path: Path) -> None:
     token = tmp_path / "token"
     at.make_secret(token)

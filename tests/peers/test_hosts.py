@@ -81,7 +81,6 @@ def fresh_hosts(all_hosts: list[Host]) -> Iterator[list[Host]]:
 
 @pytest.mark.root
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("count", "gone", "how"),
     [
