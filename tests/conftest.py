@@ -13,6 +13,7 @@ import pytest
 import torch  # noqa: F401  (before the first baseline: importing it starts and opens things once)
 from hypothesis import HealthCheck, settings
 
+from agent.replica_scenes import agents_in_threads
 from patience import be_patient
 from places import quick_folder
 from waiting import until
@@ -118,6 +119,13 @@ def quick_path() -> Iterator[Path]:
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """See `patience`."""
     be_patient(monkeypatch)
+
+
+@pytest.fixture
+def in_threads() -> Iterator[None]:
+    """Agents are threads of the test's process: they are there at once."""
+    with agents_in_threads():
+        yield
 
 
 @pytest.fixture

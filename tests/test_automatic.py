@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from torch import nn
 
 import everystep
-from agent.replica_scenes import agents_in_threads
 from everystep import automatic, sessions
 from everystep.agent import protocol
 from everystep.automatic import Automatic, _facts_of
@@ -57,12 +55,6 @@ def _name(ck: everystep.Checkpointer) -> str:
 
 
 # ---------------------------------------------------------------- in a run
-
-
-@pytest.fixture
-def in_threads() -> Iterator[None]:
-    with agents_in_threads():
-        yield
 
 
 @pytest.mark.usefixtures("in_threads", "patience")

@@ -24,8 +24,7 @@ COMPACTED = Deltas(full_every=EVERY, batch=2, compact=True, slices=2, check=Fals
 def main(phase: str, folder: str, rank: int, world_size: int) -> None:
     """Run one phase of all scenes."""
     logged_ranks.LOGGED, logged_ranks.AWAITED = COMPACTED, (EVERY, 2 * EVERY)
-    with agents_in_threads():
-        logged_ranks.main(phase, folder, rank, world_size)
+    logged_ranks.main(phase, folder, rank, world_size)
 
 
 FAILS_AT, LAST = 5, 13

@@ -39,8 +39,7 @@ def main(phase: str, folder: str, rank: int, world_size: int) -> None:
     every: Any = Replica(persist_every=1, slices=2, layerwise=True)
     logged_ranks.LOGGED = every
     logged_ranks.SCENES = CHOSEN
-    with agents_in_threads():
-        logged_ranks.main(phase, folder, rank, world_size)
+    logged_ranks.main(phase, folder, rank, world_size)
 
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from agent.replica_scenes import agents_in_threads
 from everystep.deltas.compressors import RandomK, TopK
 from everystep.deltas.hooks import compress
 from everystep.errors import EverystepError
@@ -123,7 +124,7 @@ def resume(make: Callable[[int], Scene], run: Path, before: dict[str, Any]) -> d
 
 
 def main(phase: str, folder: str, rank: int, world_size: int) -> None:
-    """Run one phase of all scenes.
+    """Run one phase of all scenes, with agents in threads.
 
     Args:
         phase: `train` or `resume`.
@@ -134,11 +135,12 @@ def main(phase: str, folder: str, rank: int, world_size: int) -> None:
     trained = place / f"train-{rank}.json"
     before = json.loads(trained.read_text()) if phase == "resume" else {}
     report: dict[str, Any] = {}
-    for number, (name, make) in enumerate(SCENES.items()):
-        run = place / f"run-{number}"
-        try:
-            report[name] = train(make, run) if phase == "train" else resume(make, run, before[name])
-        except EverystepError as error:  # raised on every rank
-            report[name] = str(error)
+    with agents_in_threads():
+        for number, (name, make) in enumerate(SCENES.items()):
+            run, is_first = place / f"run-{number}", phase == "train"
+            try:
+                report[name] = train(make, run) if is_first else resume(make, run, before[name])
+            except EverystepError as error:  # raised on every rank
+                report[name] = str(error)
     (place / f"{phase}-{rank}.json").write_text(json.dumps(report))
     leave()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from agent.replica_scenes import agents_in_threads
 from everystep import Full
 from exact.matrix import (
     RANKED,
@@ -177,15 +178,16 @@ def main(phase: str, folder: str, rank: int, world_size: int) -> None:
     trained = place / f"train-{rank}.json"
     before = json.loads(trained.read_text()) if phase == "resume" else {}
     report: dict[str, dict[str, Any]] = {way: {} for way in WAYS}
-    for way, (strategy, chosen) in WAYS.items():
-        for case in chosen:
-            run = place / way / str(case).replace("/", ".")
-            if refused(case):
-                said = refusal(case) if phase == "train" else before[way][str(case)]
-            elif phase == "train":
-                said = train(case, run, strategy)
-            else:
-                said = resume(case, run, strategy, before[way][str(case)])
-            report[way][str(case)] = said
+    with agents_in_threads():
+        for way, (strategy, chosen) in WAYS.items():
+            for case in chosen:
+                run = place / way / str(case).replace("/", ".")
+                if refused(case):
+                    said = refusal(case) if phase == "train" else before[way][str(case)]
+                elif phase == "train":
+                    said = train(case, run, strategy)
+                else:
+                    said = resume(case, run, strategy, before[way][str(case)])
+                report[way][str(case)] = said
     (place / f"{phase}-{rank}.json").write_text(json.dumps(report))
     leave()

@@ -25,8 +25,7 @@ def main(phase: str, folder: str, rank: int, world_size: int) -> None:
     logged_ranks.LOGGED = every
     if rank == 0:  # which folds block by block what can be cut, and the other whole tensors
         blocks.BLOCK_ELEMENTS = 64
-    with agents_in_threads():
-        logged_ranks.main(phase, folder, rank, world_size)
+    logged_ranks.main(phase, folder, rank, world_size)
 
 
 FAILS_AT, LAST = 5, 30

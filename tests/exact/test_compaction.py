@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from agent.replica_scenes import agents_in_threads
 from everystep import compacting
 from everystep.agent import client, mirror
 from everystep.agent import protocol as p
@@ -32,6 +31,8 @@ from exact.test_deltas_stories import EXACT, Script, WritesBehind, WritesOnce, m
 from states import assert_same_state
 from waiting import until
 
+pytestmark = pytest.mark.usefixtures("in_threads")
+
 COMPACTED = Deltas(full_every=3, batch=2, compact=True, slices=2)
 FULLS = [1, 3, 6]
 """What training stages, and what the agent makes."""
@@ -44,12 +45,6 @@ CASES = [
     Case("AdamW/loop", "fp32", "complex"),
     Case("Adafactor/loop", "fp32", "plain"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _in_threads() -> Iterator[None]:
-    with agents_in_threads():
-        yield
 
 
 @pytest.fixture

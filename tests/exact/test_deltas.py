@@ -12,6 +12,8 @@ from exact.matrix import LOGGED, MODELS, Case, inexact
 from exact.scenes import FORMATS, build
 from exact.zoo import OPTIMIZERS
 
+pytestmark = pytest.mark.usefixtures("in_threads")
+
 ALWAYS_FULL = ("LBFGS", "LBFGS+wolfe")
 """Their gradients are computed within their steps."""
 

@@ -24,6 +24,8 @@ from exact.test_stories import STEPS, everything, train_stored, with_loader
 from exact.zoo import Plain
 from states import Frozen, assert_same_state, state_of
 
+pytestmark = pytest.mark.usefixtures("in_threads")
+
 EVERY = Deltas(full_every=1000, batch=3, slices=1, check=False)
 """All of the state is hashed at every step."""
 

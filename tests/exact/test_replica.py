@@ -5,7 +5,7 @@ for bit."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from agent.replica_scenes import agents_in_threads
 from everystep import Replica
 from everystep.agent import protocol as p
 from everystep.agent.client import Agent
@@ -37,6 +36,8 @@ from exact.test_deltas_stories import (
 from states import assert_same_state
 from waiting import until
 
+pytestmark = pytest.mark.usefixtures("in_threads")
+
 EACH: Any = Replica(persist_every=1, slices=1)
 """Every step is proved whole, and written."""
 
@@ -46,12 +47,6 @@ ALWAYS_FULL = ("LBFGS", "LBFGS+wolfe")
 
 GROWS = Case("SGD+momentum/loop", "master", "sparse")
 """Its momentum is a sparse tensor, which has another form after each step."""
-
-
-@pytest.fixture(autouse=True)
-def _in_threads() -> Iterator[None]:
-    with agents_in_threads():
-        yield
 
 
 def errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
