@@ -50,6 +50,14 @@ def all_hosts(zygote: Zygote) -> Iterator[list[Host]]:
         yield found
 
 
+@pytest.fixture(autouse=True)
+def _nothing_goes_on(all_hosts: list[Host]) -> Iterator[None]:
+    """A test that fails leaves no process to the next one."""
+    yield
+    for host in all_hosts:
+        host.kill()
+
+
 class Scene:
     """A run of some hosts, and its shadow."""
 
