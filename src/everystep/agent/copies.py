@@ -22,7 +22,7 @@ from everystep.agent.replica import Replica
 from everystep.agent.rings import Queued
 from everystep.agent.slots import Slot, Slots, State
 from everystep.agent.writer import Writer
-from everystep.errors import EverystepError, RunBusy, StoreFailed
+from everystep.errors import Damaged, EverystepError, RunBusy, StoreFailed
 from everystep.store import format as fmt
 from everystep.store.local import LocalBackend
 
@@ -31,6 +31,12 @@ MOST_WAITING = 8
 waits, or gives the copy up."""
 
 LOOK_S = 0.1
+_WORDS = 300
+"""Characters of what strangers have a part in."""
+
+_NONSENSE = (KeyError, IndexError, TypeError, AttributeError, ValueError, ArithmeticError)
+"""What values that no owner sends may end in."""
+
 _WRITES_S = 600.0
 """A copy that has not been written by then is given up."""
 
@@ -86,6 +92,8 @@ class Copy:
         self._slots: Slots[Image] | None = None
         self._replica: Replica | None = None
         self._opened: p.OpenLog | None = None
+        self._next_step = 0
+        """Whose record leads on."""
         self._stop = False
         self.is_owned = True
         """The owner's agent is connected."""
@@ -119,6 +127,23 @@ class Copy:
             Damaged: they make no sense.
         """
         self._drop()
+        try:
+            image = self._image(base)
+        except _NONSENSE as error:
+            raise Damaged(f"a state makes no sense: {error!r}"[:_WORDS]) from error
+        self._slots = Slots(1, "block")
+        self._slots.all[0] = self._first(image)
+        backend = LocalBackend(self._path)
+        with self._guard:
+            self._replica = Replica(
+                backend, self.begin, self._records, self._guard, self._tell, lambda: None,
+                Copied(self._bound),
+            )  # fmt: skip
+            self._replica.begin_from(0, image, self._slots)
+        self._next_step = base.seal.step + 1
+
+    def _image(self, base: w.Base) -> Image:
+        """The state, whose bytes follow, in memory."""
         described = base.describe
         layout = SlotLayout(
             described.layout, described.specs, described.pieces, described.rest_bytes
@@ -129,16 +154,7 @@ class Copy:
         view = self._arena.slot(0)
         self.wire.receive_into(view[: base.nbytes])
         layout.write_headers(view)
-        image = Image(self.begin, layout, base.seal, None, view)
-        self._slots = Slots(1, "block")
-        self._slots.all[0] = self._first(image)
-        backend = LocalBackend(self._path)
-        with self._guard:
-            self._replica = Replica(
-                backend, self.begin, self._records, self._guard, self._tell, lambda: None,
-                Copied(self._bound),
-            )  # fmt: skip
-            self._replica.begin_from(0, image, self._slots)
+        return Image(self.begin, layout, base.seal, None, view)
 
     def _first(self, image: Image) -> Slot[Image]:
         """The slot that a copy begins in: the owner need not have written it, and this one does not
@@ -159,6 +175,10 @@ class Copy:
         replica, opened = self._replica, self._opened
         if replica is None or opened is None:
             raise StoreFailed("a record came before the state")
+        if message.record.step != self._next_step:
+            raise StoreFailed(
+                "a record came out of turn", expected=self._next_step, found=message.record.step
+            )
         with self._guard:
             while self._records.are_too_many and self.problem is None and not self._stop:
                 if not self.wire.is_open():
@@ -168,6 +188,7 @@ class Copy:
         data = np.empty(message.nbytes, np.uint8).data  # no more memory than has come
         self.wire.receive_into(data)
         data = self._whole(message.record, data, opened)
+        self._next_step += 1
         with self._guard:
             self._received(Queued(message.record, opened), data)
             replica.add(Queued(message.record, opened))

@@ -22,8 +22,15 @@ PATIENCE_S = 3.0
 """An owner that has been gone for so long is lost: an agent that has died has a successor by
 then, which gives a new state."""
 
+_COMPLAINS_S = 1.0
+"""Between two sentences about connections that were ended."""
+
 _MOST_GREETINGS = 64
 """So many may be about to show that they know the secret."""
+
+
+class Refused(StoreFailed):
+    """What an owner has sent is of no use, and it was told so."""
 
 
 class Holder(ABC):
@@ -51,6 +58,8 @@ class Holder(ABC):
         self._own = threading.Lock()
         self._stop = threading.Event()
         self._rescuing = 0
+        self._complains_s = 0.0
+        """Not before then."""
 
     def _bind(self, host: str, port: int, hint: str) -> None:
         """Have a port.
@@ -89,7 +98,8 @@ class Holder(ABC):
         """One connection, from its beginning to its end."""
         try:
             wire = w.welcomed(connection, self._context, self._token, self._binding)
-        except w.Gone:
+        except w.Gone as error:
+            self._complain(error)
             connection.close()
             return
         finally:
@@ -98,12 +108,21 @@ class Holder(ABC):
             self._wires.add(wire)
         try:
             self._talk(wire)
-        except (*w.Gone, EverystepError):
-            pass  # whoever it was connects again, or is lost
+        except (*w.Gone, EverystepError) as error:
+            self._complain(error)  # whoever it was connects again, or is lost
         finally:
             with self._own:
                 self._wires.discard(wire)
             wire.close()
+
+    def _complain(self, error: Exception) -> None:
+        """Say why a connection was ended here; seldom, since anybody may try as often as he can."""
+        now_s = time.monotonic()
+        if isinstance(error, Refused):
+            return
+        if isinstance(error, EverystepError) and now_s >= self._complains_s:
+            self._complains_s = now_s + _COMPLAINS_S
+            self._say(logging.WARNING, f"a connection was ended: {error.headline()}")
 
     @abstractmethod
     def _talk(self, wire: w.Wire) -> None:
@@ -155,7 +174,7 @@ class Holder(ABC):
         except (EverystepError, MemoryError) as error:
             reason = error.headline() if isinstance(error, EverystepError) else repr(error)
             wire.send(w.NotKept(reason, copy.is_lasting))
-            raise StoreFailed(reason) from error
+            raise Refused(reason) from error
 
     def _forget(self, copy: Copy) -> None:
         with self._own:

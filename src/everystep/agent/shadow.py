@@ -88,9 +88,10 @@ class Shadow(Holder):
         if isinstance(first, w.Keep):
             self._keep(first.begin, wire)
             return
-        if isinstance(first, w.Rescue):
-            self._hear_owners()
-            wire.send(w.Rescued(self._write_all()))
+        if not isinstance(first, w.Rescue):
+            raise StoreFailed("a message came out of turn", found=type(first).__name__)
+        self._hear_owners()
+        wire.send(w.Rescued(self._write_all()))
         offers = Offers(self._keeping.path)
         while True:
             message = wire.receive()

@@ -27,7 +27,7 @@ from everystep.store.backend import NewFile
 from everystep.store.local import LocalBackend
 from everystep.store.retention import Retention
 from everystep.store.run import Run
-from everystep.types import StepRef
+from everystep.types import StepRef, is_timeline
 
 
 class GradientSource(Protocol):
@@ -115,6 +115,8 @@ class ShadowCopy(Copy):
         say: Callable[[int, str], None],
     ) -> None:
         self._keeping, self._source, self._say = keeping, source, say
+        if not (is_timeline(begin.timeline) and 0 <= begin.rank < begin.world_size):
+            raise StoreFailed("a session that makes no sense", path=ascii(begin.timeline)[:100])
         backend = LocalBackend.made(keeping.path)
         _be_of(backend, begin)
         steps = Run(backend, fmt.RunRecord(run=begin.run, created="")).listing().steps
@@ -230,6 +232,8 @@ def _be_of(backend: LocalBackend, begin: p.Begin) -> None:
     """
     identity: Mapping[str, Any] = dict(begin.identity)
     for name, data in identity.items():
+        if not fmt.is_identity(name):
+            raise StoreFailed("a file that is none of a run's identity", path=ascii(name)[:100])
         try:
             backend.size(name)
         except EverystepError:

@@ -113,10 +113,8 @@ def _is_wanted(backend: Backend, asked: w.ListSteps, found: w.StoredStep) -> boo
 
 
 def _is_of_a_run(name: str) -> bool:
-    kinds = (
-        fmt.parse_step_path, fmt.parse_timeline_file, fmt.parse_session_file, parse_log_path,
-    )  # fmt: skip
-    return name == fmt.RUN_FILE or any(kind(name) is not None for kind in kinds)
+    kinds = (fmt.parse_step_path, parse_log_path)
+    return fmt.is_identity(name) or any(kind(name) is not None for kind in kinds)
 
 
 def _has(backend: Backend, name: str, nbytes: int) -> bool:

@@ -83,11 +83,7 @@ def session_of(chain: Chain) -> int:
 
 
 def _identity(run: Run) -> Iterator[str]:
-    for entry in run.backend.list(""):
-        name = entry.name
-        is_timeline = fmt.parse_timeline_file(name) is not None
-        if is_timeline or fmt.parse_session_file(name) is not None or name == fmt.RUN_FILE:
-            yield name
+    return filter(fmt.is_identity, [entry.name for entry in run.backend.list("")])
 
 
 def _files_of(run: Run, chain: Chain) -> list[str]:

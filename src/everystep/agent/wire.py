@@ -96,6 +96,7 @@ ALIVE_S = 1.0
 _FIRST_BYTES = 1 << 10
 """No message is longer before both ends know each other."""
 
+_WORDS = 200
 _SLICE_BYTES = 256 << 10
 _LENGTH = struct.Struct("<Q")
 
@@ -205,7 +206,8 @@ class Wire:
         try:
             return decoder.decode(content)
         except (msgspec.MsgspecError, EverystepError, RecursionError) as error:
-            raise StoreFailed(f"a message is malformed: {error}") from error
+            why = ascii(str(error)[:_WORDS])  # whoever has sent it has a part in these words
+            raise StoreFailed(f"a message is malformed: {why}") from error
 
     def _exactly(self, nbytes: int) -> bytearray:
         data = bytearray()

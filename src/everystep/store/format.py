@@ -317,6 +317,12 @@ def parse_session_file(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
+def is_identity(name: str) -> bool:
+    """Whether a file of this path is one of those that make a directory a run."""
+    parsed = (parse_timeline_file(name), parse_session_file(name))
+    return name == RUN_FILE or any(one is not None for one in parsed)
+
+
 def file_label(section: str) -> str:
     """A section's name as part of a file name: bytes that are not plain letters or digits become
     %XX; a label of more than 100 characters is cut, and ends in `%` and 16 digits of a hash."""
