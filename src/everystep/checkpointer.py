@@ -41,6 +41,7 @@ from everystep.signals import SaveOnSignal, SignalHold
 from everystep.state.capture import capture
 from everystep.state.objects import Objects
 from everystep.state.ranks import Ranks
+from everystep.state.uncompiled import uncompiled
 from everystep.stats import StepLog
 from everystep.store import format as fmt
 from everystep.store.chains import plan_chains
@@ -263,6 +264,7 @@ class Checkpointer:
         self._session = self._sessions.begin(facts, self._agent, known, sorted(pinned), self._done)
         return self._session
 
+    @uncompiled
     def step(self, **metrics: float | int | str | bool | torch.Tensor) -> None:
         """End a training step: its state is to be stored.
 

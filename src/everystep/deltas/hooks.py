@@ -26,6 +26,7 @@ from everystep.deltas.known import Known, known_of
 from everystep.deltas.residuals import Residuals
 from everystep.errors import LayoutMismatch, Unsupported, UsageError
 from everystep.state.names import names_of
+from everystep.state.uncompiled import uncompiled
 
 _hooks: weakref.WeakSet[CompressionHook] = weakref.WeakSet()
 
@@ -136,11 +137,11 @@ class CompressionHook:
         if ddp is None or self._some_unused:
             for number, parameter in enumerate(self._parameters):
                 if parameter.requires_grad:
-                    touched = self._toucher(number)
+                    touched = uncompiled(self._toucher(number))
                     parameter.register_post_accumulate_grad_hook(touched)  # type: ignore[no-untyped-call]
         if ddp is not None:
             # torch reads annotations as objects, and here they are strings
-            ddp.register_comm_hook(self, lambda state, bucket: state.on_bucket(bucket))
+            ddp.register_comm_hook(self, uncompiled(lambda state, bucket: state.on_bucket(bucket)))
 
     @property
     def kept_in_fulls(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from everystep.state.optimizers import capture_options
 from everystep.state.shards import is_dtensor, shard_of
 from everystep.state.slots import is_immutable
 from everystep.state.tree import Encoder
+from everystep.state.uncompiled import uncompiled
 from everystep.state.watch import same_objects
 from everystep.types import Json, join_key
 
@@ -115,10 +116,8 @@ class Source:
             optimizer.register_step_pre_hook(self._pre),
             optimizer.register_step_post_hook(self._post),
         ]
-        for hook in (Source._pre, Source._post):
-            # what torch.compiler.disable sets, without importing the compiler
-            setattr(hook, "_torchdynamo_disable", True)  # noqa: B010
 
+    @uncompiled
     def _pre(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
         if self._depth > 1:  # a subclass calls the step() that it overrides
@@ -133,6 +132,7 @@ class Source:
             problem = "the optimizer has got other parameters"
         self._take(self, problem)
 
+    @uncompiled
     def _post(self, *_: object) -> None:
         self._depth = max(0, self._depth - 1)
         if not self._depth:

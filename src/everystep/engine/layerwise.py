@@ -17,6 +17,7 @@ from everystep.engine.gradients import Source
 from everystep.engine.reduced import reduced_of
 from everystep.engine.taken import Taken
 from everystep.state import raw
+from everystep.state.uncompiled import uncompiled
 
 LEAST_BYTES = 256 << 10
 """Of a gradient that is copied during backward; smaller ones are copied many in one call."""
@@ -224,7 +225,7 @@ class Early:
             parameter = self._parameters[number]
             if type(parameter) in (torch.Tensor, nn.Parameter) and parameter.requires_grad:
                 hook = self._toucher(number) if id(parameter) in theirs else self._adder(number)
-                handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                handles.append(parameter.register_post_accumulate_grad_hook(uncompiled(hook)))  # type: ignore[no-untyped-call]
         return handles
 
     # ------------------------------------------------------------ during backward

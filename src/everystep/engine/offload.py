@@ -31,6 +31,7 @@ from everystep.state.objects import Objects
 from everystep.state.ranks import Ranks
 from everystep.state.recapture import Captured, Recapture
 from everystep.state.tree import Held
+from everystep.state.uncompiled import uncompiled
 from everystep.types import Json
 
 _log = logging.getLogger("everystep")
@@ -112,12 +113,10 @@ class Engine:
 
     @staticmethod
     def _hook(act: Callable[[str], None], name: str) -> Callable[..., None]:
+        @uncompiled
         def hook(*_: object) -> None:
             act(name)
 
-        # what torch.compiler.disable sets, without importing the compiler: a compiled step must
-        # call this, not look into it
-        hook._torchdynamo_disable = True  # type: ignore[attr-defined]
         return hook
 
     def _before_update(self, writer: str) -> None:
@@ -167,15 +166,15 @@ class Engine:
             StoreError: there is no staging memory.
         """
         cost = self._cost
-        cost.step = step
+        cost.step, first = step, self._steps_staged == 0
         try:
             cost.every = self._interval.steps if self._auto else self._every
             cost.owed, self._owed = self._owed, False
-            cost.due = cost.owed or self._first or step % cost.every == 0
+            cost.due = cost.owed or first or step % cost.every == 0
             if cost.due or self._capture is None or self._capture.done:
                 self._end_capture(cost)
             if cost.due:
-                self._take(cost, metrics, now=self._first or self._all_at_once)
+                self._take(cost, metrics, now=first or self._all_at_once)
         finally:
             cost.ended_s = time.monotonic()
             self._begin_cost(cost.ended_s)
@@ -199,10 +198,6 @@ class Engine:
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
-
-    @property
-    def _first(self) -> bool:
-        return self._steps_staged == 0
 
     def _begin_cost(self, at_s: float) -> None:
         self._cost = Cost(step=0, begun_s=at_s)

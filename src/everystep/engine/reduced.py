@@ -13,6 +13,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from everystep.errors import Unsupported
+from everystep.state.uncompiled import uncompiled
 
 _known: weakref.WeakKeyDictionary[DistributedDataParallel, Reduced] = weakref.WeakKeyDictionary()
 """Hooks stay for as long as their model, and may be set once."""
@@ -138,7 +139,7 @@ def unfit(ddp: DistributedDataParallel) -> str | None:
 def _set(ddp: DistributedDataParallel, one: Reduced) -> str | None:
     try:
         # torch reads annotations as objects, and here they are strings
-        ddp.register_comm_hook(one, lambda state, bucket: state.on_bucket(bucket))
+        ddp.register_comm_hook(one, uncompiled(lambda state, bucket: state.on_bucket(bucket)))
     except RuntimeError as error:  # torch's own, in C++, are known to nobody but the reducer
         ddp._comm_hooks.clear()  # it was added before it was refused
         return f"no communication hook can be set: {error}"

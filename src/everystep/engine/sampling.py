@@ -13,6 +13,7 @@ from everystep.deltas.encodings import encode
 from everystep.engine.gradients import parameters_of
 from everystep.errors import EverystepError
 from everystep.state.shards import shard_of
+from everystep.state.uncompiled import uncompiled
 
 _BLOCKS = 64
 """So many are looked at, evenly spread over all gradients of an optimizer."""
@@ -46,6 +47,7 @@ class Sampler:
         """By the id of an optimizer, a gradient of the step before."""
         self._handles = [one.register_step_pre_hook(self._pre) for one in optimizers]
 
+    @uncompiled
     def _pre(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._asked:
             return
@@ -55,9 +57,6 @@ class Sampler:
             self._seen.append(_look(optimizer, lasting=before() is not gradient))
         elif gradient is not None:
             self._before[id(optimizer)] = weakref.ref(gradient)
-
-    # what torch.compiler.disable sets, without importing the compiler
-    _pre._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def ask(self) -> None:
         """Look at gradients."""
