@@ -72,6 +72,15 @@ def test_it_starts_quickly_and_is_small(run: Run, run_dir: Path) -> None:
     assert "torch" not in maps
 
 
+def test_it_gives_way_to_training(agent: Agent) -> None:
+    def nice_of(pid: int) -> set[int]:
+        threads = [int(thread.name) for thread in Path(f"/proc/{pid}/task").iterdir()]
+        return {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
+
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    until(lambda: nice_of(agent.pid) == {min(19, own + 5)}, 20, "all of its threads to be nice")
+
+
 def test_what_is_staged_is_stored(agent: Agent, run: Run) -> None:
     trainer = Trainer(agent, run)
     for step in range(1, 6):

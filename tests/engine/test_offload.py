@@ -7,6 +7,7 @@ import contextlib
 import gc
 import itertools
 import logging
+import os
 import threading
 import time
 import warnings
@@ -439,6 +440,22 @@ def test_without_room_a_step_is_skipped() -> None:
         assert run.sink.waits_s[1] == offload._SKIP_WAIT_S
 
 
+def test_copying_gives_way_to_training() -> None:
+    """Where both want a processor; the training thread is as it was."""
+
+    def nice_of(thread: int) -> int:
+        return os.getpriority(os.PRIO_PROCESS, thread)
+
+    own = nice_of(threading.get_native_id())
+    model, optimizer, _, run = _small()
+    with run:
+        _train(model, optimizer)
+        run.step()
+        copier = next(t for t in threading.enumerate() if t.name == COPIER)
+        until(lambda: nice_of(copier.native_id or 0) == min(19, own + 5), 20, "it to be nice")
+        assert nice_of(threading.get_native_id()) == own
+
+
 def test_without_room_training_waits_where_it_is_to_block() -> None:
     model, optimizer, _, run = _small(policy="block")
     me = threading.current_thread()
@@ -485,7 +502,10 @@ class _SlowLink(CpuDevice):
 
 
 @pytest.mark.parametrize("snapshots", [False, True])
-def test_auto_takes_fewer_when_the_link_is_slow_and_returns(snapshots: bool) -> None:
+def test_auto_takes_fewer_when_the_link_is_slow_and_returns(
+    snapshots: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "give_way", lambda: None)  # to others who want the processors
     model = nn.ParameterList(nn.Parameter(torch.randn(300, 300)) for _ in range(4))
     optimizer = SGD(model.parameters(), lr=0.1)
     device = _SlowLink(snapshots)

@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from everystep.agent import protocol as p
 from everystep.agent.channel import Channel, address, same_user
+from everystep.agent.priority import give_way
 from everystep.agent.process import LOCK_SLOT, Options
 from everystep.agent.records import MESSAGES, Records, Worker
 from everystep.agent.staging import Staging
@@ -368,10 +369,9 @@ class Server:
         self._send(p.Grant(index))
 
     def _send(self, message: Struct, fd: int | None = None) -> None:
-        owner = self._owner
-        if owner is not None:
+        if self._owner is not None:
             with contextlib.suppress(OSError):  # its end will be seen when it is read
-                owner.send(message, fd)
+                self._owner.send(message, fd)
 
     def _tell(self, message: Struct) -> None:
         """Take a message from any thread for the trainer."""
@@ -386,10 +386,10 @@ class Server:
 
 def main() -> None:
     """Run an agent as the first argument, a JSON object, says."""
-    options = msgspec.json.decode(sys.argv[1], type=Options)
     logging.getLogger("everystep").addHandler(logging.NullHandler())
     os.chdir("/")
-    server = Server(options)
+    give_way()
+    server = Server(msgspec.json.decode(sys.argv[1], type=Options))
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: server.hurry())

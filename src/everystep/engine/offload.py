@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
+from everystep.agent.priority import give_way
 from everystep.agent.sink import Place, Room, Sink
 from everystep.engine.capture import Capture, versions_of
 from everystep.engine.device import Device, device_for
@@ -139,6 +140,7 @@ class Engine:
     # ------------------------------------------------------------ the thread beside training
 
     def _work(self) -> None:
+        give_way()
         while not self._stop:
             capture = self._capture
             if capture is not None and not capture.done:
