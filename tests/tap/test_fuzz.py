@@ -182,6 +182,11 @@ def test_mutated_packets_break_nothing(part: int) -> None:
         seed += 4
 
 
+@pytest.mark.parametrize("seed", [1462, 1_000_561])
+def test_a_position_far_away_takes_no_time(seed: int) -> None:
+    one(seed)
+
+
 def main(wanted: int, seed: int = 0) -> None:
     done, first, slowest = 0, seed, 0.0
     while done < wanted:

@@ -97,7 +97,7 @@ def _following(
     connection = waiting.channels[channel]
     found: list[int] = []
     most = max(connection.pending, default=0) - (connection.base or 0)
-    while len(found) <= most:
+    while len(found) <= min(most, MAX_LOOKED_AT):  # a position may be anything
         i = (i + 1) % len(coming)
         alike = [
             one
