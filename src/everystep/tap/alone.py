@@ -55,7 +55,7 @@ def _may_be(
     """Whether a channel may stand inside the all-reduce so many further on, or (`is_turn`) all of
     them before it."""
     before = []
-    for channel in range(len(schedule.channels)):
+    for channel in range(min(len(schedule.channels), len(seen))):  # another link may have more
         lengths = plan_of(schedule, channel, ring_index).lengths
         rest = _following(waiting, coming, i, schedule, channel, ring_index)
         foreseen = np.array([*lengths, *rest], np.int64)
