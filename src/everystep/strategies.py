@@ -66,7 +66,8 @@ class Deltas(Struct, frozen=True, kw_only=True):
     Pays where gradients are sparse, as after `everystep.compress`: a step takes about five bytes
     for each kept element. A full checkpoint is staged now and then, as with `Full`. What cannot be
     done again from gradients (closures, parameters changed by hand, optimizers that draw random
-    numbers) is noticed, said, and stored in full instead.
+    numbers) is noticed, said, and stored in full instead, as by `Full()`: what the store cannot
+    take in time is then left out, whatever `policy` says, and named.
 
     Raises:
         UsageError: a value that makes no sense.

@@ -30,6 +30,7 @@ from everystep.agent import writer
 from everystep.agent.channel import Channel, address
 from everystep.agent.client import Agent
 from everystep.agent.memory import Overlay
+from everystep.agent.server import Server
 from everystep.planning.hiding import Interval
 from everystep.store.durable import SystemCalls
 from everystep.store.format import RunRecord
@@ -88,6 +89,27 @@ def test_skip_never_waits_and_tells_what_was_superseded(run: Run, run_dir: Path)
         assert stored_steps(run)[-1] == 7
         assert not set(stored_steps(run)) & {2, 3, 4, 5}
         assert_stored(run, 7)
+
+
+def test_all_is_told_before_that_nothing_is_left(
+    run: Run, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what a thread has told just now, when the agent looked whether it is idle."""
+    real, heard_at_the_end = Server._is_idle, []
+
+    def is_idle(self: Server) -> bool:
+        if self._settling:
+            self._tell(p.Notice(30, "told last"))
+        return real(self)
+
+    monkeypatch.setattr(Server, "_is_idle", is_idle)
+    with served(run, run_dir, Held()) as agent:
+        trainer = Trainer(agent, run, policy="block")
+        agent.listen(lambda message: heard_at_the_end.append((message, agent._settled is None)))
+        trainer.stage(1)
+        assert agent.settle() == []
+    said = [before for message, before in heard_at_the_end if isinstance(message, p.Notice)]
+    assert said and all(said)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -345,6 +345,7 @@ class Server:
         if self._settling and self._is_idle():
             self._settling = False
             self._drain(False)
+            self._empty_outbox()  # what has become of steps comes before that nothing is left
             self._send(p.Settled(self._unsaved()))
         self._grant()
 
@@ -359,9 +360,8 @@ class Server:
             slots = self._staging.slots
             if slots is None or self._settling or self._staging.pending is not None:
                 return
-            granted = slots.grant()
-        if granted is None:
-            return
+            if (granted := slots.grant()) is None:
+                return
         self._empty_outbox()  # that its step is durable comes before that its slot is free
         index, lost = granted
         if lost is not None:
