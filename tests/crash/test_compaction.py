@@ -34,7 +34,7 @@ KILLS = 100
 CALLS = 24
 """With so many a state this small is written, and an old one removed."""
 
-SOAK_STEPS = 2000
+SOAK_STEPS = 10_000
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_trainer_and_agent_are_killed(lives: LoggedLives) -> None:
 
 
 @pytest.mark.slow
-def test_two_thousand_steps_leave_nothing_behind(zygote: Zygote, quick_path: Path) -> None:
+def test_ten_thousand_steps_leave_nothing_behind(zygote: Zygote, quick_path: Path) -> None:
     run = quick_path / "run"
     child = zygote.start(
         "crash.compaction_scenes.many_steps", quick_path / "log", run=str(run), steps=SOAK_STEPS

@@ -31,7 +31,7 @@ from zygote import Zygote
 SEED = 20261201
 KILLS = 8
 PERSIST_EVERY = 7
-SOAK_STEPS = 2000
+SOAK_STEPS = 10_000
 UNDER_WAY = 2
 """Steps that a trainer may not have handed over when `step()` has returned."""
 
@@ -285,7 +285,7 @@ def test_the_agent_of_one_of_two_ranks_is_killed(
 
 
 @pytest.mark.slow
-def test_two_thousand_steps_leave_nothing_behind(zygote: Zygote, quick_path: Path) -> None:
+def test_ten_thousand_steps_leave_nothing_behind(zygote: Zygote, quick_path: Path) -> None:
     run = quick_path / "run"
     child = zygote.start(
         "crash.replica_scenes.many_steps", quick_path / "log", run=str(run), steps=SOAK_STEPS
