@@ -61,11 +61,11 @@ class Logged(Recorded):
         self._folds: collections.deque[float] = collections.deque(maxlen=_FOLDS_KEPT)
         """Seconds."""
         self._not_folded: p.NotFolded | None = None
-        recording = Recording(options.buffer_bytes)
+        recording = Recording(options.buffer_bytes, logs=True)
         if self._compacts:
             recording = Recording(
-                options.buffer_bytes, replica=True, compacts=True, classes=names_of(objects.kinds),
-                paths=search_paths(),
+                options.buffer_bytes, logs=True, replica=True, compacts=True,
+                classes=names_of(objects.kinds), paths=search_paths(),
             )  # fmt: skip
             given = for_copies(given)
         full = options.full(compacts=self._compacts)

@@ -54,8 +54,8 @@ class Shadowed(Recorded):
         super().__init__(
             for_copies(given), options, options.full(),
             recording=Recording(
-                options.buffer_bytes, False, True, names_of(objects.kinds), search_paths(),
-                shadow=plan,
+                options.buffer_bytes, replica=True, classes=names_of(objects.kinds),
+                paths=search_paths(), shadow=plan,
             ),
         )  # fmt: skip
         reason = unfit(objects.kinds) or elsewhere(objects.parameters)

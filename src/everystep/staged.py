@@ -48,7 +48,7 @@ class Recording(NamedTuple):
 
     buffer_bytes: int | None = None
     """The most memory for those that wait."""
-    logs: bool = True
+    logs: bool = False
     """It appends them to the log."""
     replica: bool = False
     """It folds them."""

@@ -55,7 +55,7 @@ class Pair:
     def __init__(self, run: Run, calls: SystemCalls | None = None, **changes: Any) -> None:
         self.run, self.path = run, Path(run.backend.abilities.location)
         write_step(run, StepRef("main", 1))
-        self.begin = begin_of(run, **changes)
+        self.begin = begin_of(run, **{"logs": True} | changes)
         self.guard = threading.Condition()
         self.told: list[Any] = []
         self.sent: list[Struct] = []

@@ -150,7 +150,7 @@ class Mirrored(Trainer):
     def __init__(self, path: Path, run: Run, rank: int = 0, **changes: Any) -> None:
         self.layout = b"A"
         self.rank = rank
-        facts: dict[str, Any] = {"replica": True, "logs": False, "rank": rank}
+        facts: dict[str, Any] = {"replica": True, "rank": rank}
         super().__init__(Agent(path, run.id, rank), run, **facts | changes)
         self.log = self.agent.log
 

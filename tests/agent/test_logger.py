@@ -350,7 +350,7 @@ def test_a_record_outside_of_its_memory_is_refused_and_nothing_is_believed(
     run = run_at(run_dir)
     guard, told = threading.Condition(), list[object]()
     backend = LocalBackend(run_dir, NoSync())
-    made = Records(backend, begin_of(run), guard, told.append, lambda: None)
+    made = Records(backend, begin_of(run, logs=True), guard, told.append, lambda: None)
     ring = Ring(1, 100, 8192)
     with guard:
         made.take(p.OpenRing(1, ring.facts), os.dup(ring.arena.fd))

@@ -330,7 +330,7 @@ def test_a_new_session_while_the_last_one_folds(begin: Begin, mirror: type[ByteM
     trainer.record(2, 3)
     assert mirror.begins.wait(DEADLINE_S)
     last = replica_of(scene.agents)
-    trainer.agent.begin(begin_of(scene.run, replica=True, logs=False))
+    trainer.agent.begin(begin_of(scene.run, replica=True))
     mirror.gate.set()
     trainer._place = None
     trainer.stage(5)
@@ -346,7 +346,7 @@ def test_how_often_is_told_again_in_a_new_session(begin: Begin) -> None:
     scene = begin()
     trainer = scene.trainer()
     for base in (1, 11):
-        trainer.agent.begin(begin_of(scene.run, replica=True, logs=False))
+        trainer.agent.begin(begin_of(scene.run, replica=True))
         trainer.log.persist_every(2)
         trainer._place = None
         trainer.stage(base)

@@ -133,6 +133,25 @@ def test_what_the_log_goes_on_from_is_not_superseded(
         assert not trainer.told(p.NotStored, 2)
 
 
+def test_one_between_deltas_gives_way_to_none_that_is_not_taken_yet(
+    run: Run, run_dir: Path
+) -> None:
+    """They are far apart: by the time of the next one there is room again."""
+    store = Held()
+    with served(run, run_dir, store) as agent:
+        trainer = Trainer(agent, run, policy="skip", logs=True)
+        store.hold()
+        trainer.stage(1)
+        assert store.waits.wait(DEADLINE_S)
+        trainer.stage(2)
+        trainer.stage(3)
+        assert agent.acquire(0.1) is None
+        store.go_on()
+        assert agent.settle() == []
+        for step in (1, 2, 3):
+            trainer.until_told(p.Stored, step)
+
+
 def test_what_is_told_of_an_earlier_session_is_not_taken_for_the_next(
     run: Run, run_dir: Path
 ) -> None:
@@ -162,7 +181,7 @@ def test_why_a_record_is_lost_at_the_end_is_logged(
 ) -> None:
     faults = Refusing()
     with served(run, run_dir, faults) as agent:
-        Trainer(agent, run)
+        Trainer(agent, run, logs=True)
         faults.at("create", 1, errno.EROFS, times=1 << 30)
         agent.log.open_log(1, LAYOUT)
         for step in (2, 3):

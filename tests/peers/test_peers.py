@@ -63,7 +63,7 @@ class Owner:
     """The agent of rank 1, as the one of rank 0 sees it."""
 
     def __init__(self, path: Path, run: Run) -> None:
-        self.begin = begin_of(run, rank=1, world_size=2, replica=True, logs=False)
+        self.begin = begin_of(run, rank=1, world_size=2, replica=True)
         self.token = at.read_token(path, 1)
         self.guard = threading.Condition()
         self.said: list[str] = []
@@ -131,7 +131,7 @@ class Scene:
         self.notices: list[Any] = []
         self.guard = threading.Condition()
         at.make_token(path, 1)
-        self.begin = begin_of(self.run, rank=0, world_size=2, replica=True, logs=False)
+        self.begin = begin_of(self.run, rank=0, world_size=2, replica=True)
         plan = p.PeerPlan(hosts=["a", "b"], copies=2, bytes_per_s=None, address="127.0.0.1")
         self.holder = Peers(path, self.begin, plan, self.guard, self.notices.append)
         self.owner = Owner(path, self.run)

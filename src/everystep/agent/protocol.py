@@ -69,7 +69,7 @@ class Begin(Struct, tag=True, kw_only=True):
     """The most memory for records of the log that wait."""
     replica: bool = False
     """Fold the records as they come (`Rebase`, `Persist`, `Folded`); one slot is enough."""
-    logs: bool = True
+    logs: bool = False
     """Append the records to the log."""
     compacts: bool = False
     """With `replica` and `logs`: fold what is in the log, and write full checkpoints of it."""

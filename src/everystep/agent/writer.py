@@ -130,7 +130,8 @@ class Writer:
             self._seal_gap_s = gap_s if not self._seal_gap_s else (self._seal_gap_s + gap_s) / 2
         self._last_seal_s = now_s
         self._steps_seen += 1
-        wanted = self._steps_seen == 1 or image.seal.owed
+        # those between deltas are far apart, and none gives way to one that is not taken yet
+        wanted = self._steps_seen == 1 or image.seal.owed or self._begin.logs
         checkpoint = image.seal.step // max(1, image.seal.every)
         if self._begin.world_size > 1:  # ranks choose on their own, and must choose alike
             wanted = wanted or checkpoint % self._interval.steps == 0
