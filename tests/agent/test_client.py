@@ -92,7 +92,8 @@ def test_what_is_staged_is_stored(agent: Agent, run: Run) -> None:
         told = trainer.until_told(p.Stored, step)
         assert told.written_bytes > 40_000
         assert told.at_s <= time.monotonic()
-    assert [m.step for m in trainer.heard] == [1, 2, 3, 4, 5]
+    # at the end, where several wait, the newest is written first
+    assert sorted(m.step for m in trainer.heard) == [1, 2, 3, 4, 5]
 
 
 def test_what_changes_its_form_and_what_is_described_again(agent: Agent, run: Run) -> None:
