@@ -60,7 +60,7 @@ def listed(where: Path) -> Iterator[Case]:
 def agents(where: Path) -> Iterator[Case]:
     run = run_at(where)
     agent = Agent(where, run.id, 0)
-    Trainer(agent, run)
+    Trainer(agent, run, logs=True)
 
     def records() -> dict[int, tuple[int, bytes, bytes]]:
         assert agent.settle() == []
