@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
@@ -26,6 +27,11 @@ _MOST_REFUSALS = 3
 """So many states in a row that no record could lead on from, since gradients are not what the
 shadow has seen, and `Full` takes over."""
 
+_AGREE_EVERY = 16
+"""Steps, at one of which all ranks end together: a step of which some ranks' parts are in the
+shadow and others' on the store is whole nowhere. To hear of each other takes two small
+collectives."""
+
 
 def shadow_plan(options: Shadow) -> p.ShadowPlan:
     """What an agent must know of a shadow."""
@@ -45,12 +51,22 @@ class Shadowed(Recorded):
         self._wanted: str | None = None
         """Why the shadow needs a state."""
         self._refusals = 0
+        self._leaves: str | None = None
+        """Why this rank cannot go on; the others may not know yet."""
         self._base: Cost | None = None
         self.in_shadow: int | None = None
         """The step to which the shadow has this rank's state; None: none is known of."""
         self._newest = 0
         plan = shadow_plan(options)
-        plan.hosts = [str(one) for one in ranks.gather(address())]
+        reason = unfit(objects.kinds) or elsewhere(objects.parameters)
+        if not is_loopback(plan.host) and not is_installed():
+            reason = "cryptography is not installed: pip install everystep[peers] on every host"
+        if reason is None and options.tap == "wire":
+            self.recorder = SampledRecorder
+            reason = unseen(objects, ranks)
+        said: Any = ranks.gather({"host": str(address()), "reason": reason})
+        plan.hosts = [one["host"] for one in said]
+        reason = next((one["reason"] for one in said if one["reason"] is not None), None)
         super().__init__(
             for_copies(given), options, options.full(),
             recording=Recording(
@@ -58,14 +74,8 @@ class Shadowed(Recorded):
                 paths=search_paths(), shadow=plan,
             ),
         )  # fmt: skip
-        reason = unfit(objects.kinds) or elsewhere(objects.parameters)
-        if not is_loopback(plan.host) and not is_installed():
-            reason = "cryptography is not installed: pip install everystep[peers] on every host"
-        if reason is None and options.tap == "wire":
-            self.recorder = SampledRecorder
-            reason = unseen(objects, ranks)
         if reason is not None:
-            self._fall_back(reason)
+            self._end_together(reason)
         else:  # the shadow begins with a state of this process
             self._record(objects, options, None, self._handed_over, plain=True)
 
@@ -90,8 +100,13 @@ class Shadowed(Recorded):
         """End a step; see `Checkpointer.step`."""
         self._newest = ref.step
         super().step(ref, metrics)
-        if self._refusals >= _MOST_REFUSALS and self._recorder is not None:
+        if self._refusals >= _MOST_REFUSALS:
             self._fall_back(self._wanted or "gradients are not those on the network")
+        ranks = self._ranks
+        if self.successor is None and (ranks.world_size == 1 or ref.step % _AGREE_EVERY == 0):
+            reason = next((one for one in ranks.gather(self._leaves) if one is not None), None)
+            if reason is not None:
+                self._end_together(str(reason))
 
     def _broken(self) -> str | None:
         wanted, self._wanted = self._wanted, None
@@ -127,6 +142,9 @@ class Shadowed(Recorded):
             )
 
     def _fall_back(self, why: str) -> None:
+        self._leaves = self._leaves or why
+
+    def _end_together(self, why: str) -> None:
         super()._fall_back(why)
         full = self._options.full()
         self.successor = Full(every=1, snapshot_bytes=full.snapshot_bytes, linger_s=full.linger_s)

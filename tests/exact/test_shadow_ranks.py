@@ -1,5 +1,5 @@
 """Two ranks whose gradients their agents send to a shadow: it has every bit at every step, and
-gives the last one back when all trainers and their agents are gone."""
+gives the last one back when all trainers and their agents are gone. They leave it together."""
 
 from __future__ import annotations
 
@@ -15,36 +15,48 @@ from zygote import Child, Zygote
 SIZE, FEW, DEADLINE_S = 2, 20, 60.0
 
 
-def test_a_run_is_had_again_from_a_shadow(zygote: Zygote, run_dir: Path, tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    at.make_secret(token)
-    shadow = zygote.start(
-        "netns.job.shadow", tmp_path / "shadow.out", folder=str(tmp_path / "shadow"),
-        address="127.0.0.1", port=0, token_file=str(token), persist_every=30, deltas=True,
-        keep_last=99,
-    )  # fmt: skip
-    until(lambda: told(tmp_path / "shadow.out", "listens"), DEADLINE_S, "the shadow to listen")
-    port = told(tmp_path / "shadow.out", "listens")[0]["step"]
+class Scene:
+    """A run of two ranks on one host, and its shadow."""
 
-    def start(life: int, steps: int) -> list[Child]:
+    def __init__(self, zygote: Zygote, run_dir: Path, tmp_path: Path) -> None:
+        self._zygote, self._run, self._folder = zygote, run_dir, tmp_path
+        self._token = str(tmp_path / "token")
+        at.make_secret(Path(self._token))
+        self.shadow = zygote.start(
+            "netns.job.shadow", tmp_path / "shadow.out", folder=str(tmp_path / "shadow"),
+            address="127.0.0.1", port=0, token_file=self._token, persist_every=30, deltas=True,
+            keep_last=99,
+        )  # fmt: skip
+        until(lambda: told(tmp_path / "shadow.out", "listens"), DEADLINE_S, "the shadow to listen")
+        self._port = told(tmp_path / "shadow.out", "listens")[0]["step"]
+
+    def start(self, life: int, steps: int, **of_the_last: object) -> list[Child]:
         return [
-            zygote.start(
+            self._zygote.start(
                 "netns.job.train",
-                tmp_path / f"{life}-{rank}",
-                run=str(run_dir),
+                self._folder / f"{life}-{rank}",
+                run=str(self._run),
                 rank=rank,
                 world_size=SIZE,
-                rendezvous=f"file://{tmp_path}/rendezvous-{life}",
+                rendezvous=f"file://{self._folder}/rendezvous-{life}",
                 steps=steps,
-                address=f"127.0.0.1:{port}",
-                token_file=str(token),
+                address=f"127.0.0.1:{self._port}",
+                token_file=self._token,
                 tap="software",
                 pace_s=0.02,
+                **(of_the_last if rank == SIZE - 1 else {}),
             )
             for rank in range(SIZE)
         ]
 
-    first = start(1, 10**6)
+    def end(self) -> None:
+        self.shadow.kill(signal.SIGTERM)
+        assert self.shadow.wait(DEADLINE_S) == 0, self.shadow.said()
+
+
+def test_a_run_is_had_again_from_a_shadow(zygote: Zygote, run_dir: Path, tmp_path: Path) -> None:
+    scene = Scene(zygote, run_dir, tmp_path)
+    first = scene.start(1, 10**6)
 
     def all_there() -> bool:
         steps = [last(tmp_path / f"1-{rank}") for rank in range(SIZE)]
@@ -57,11 +69,10 @@ def test_a_run_is_had_again_from_a_shadow(zygote: Zygote, run_dir: Path, tmp_pat
         os.kill(pid, signal.SIGKILL)
     for child in first:
         child.wait(DEADLINE_S)
-    second = start(2, FEW + 60)
+    second = scene.start(2, FEW + 60)
     for child in second:
         assert child.wait(DEADLINE_S) == 0, child.said()
-    shadow.kill(signal.SIGTERM)
-    assert shadow.wait(DEADLINE_S) == 0, shadow.said()
+    scene.end()
     for rank in range(SIZE):
         (restored,) = told(tmp_path / f"2-{rank}", "restored")
         before = {one["step"]: one["whole"] for one in told(tmp_path / f"1-{rank}", "step")}
@@ -74,6 +85,21 @@ def test_a_run_is_had_again_from_a_shadow(zygote: Zygote, run_dir: Path, tmp_pat
     first = min(step for step, parts in had.items() if len(parts) == SIZE)
     assert logged.keys() >= set(range(first + 10, restored["step"] + 1))
     assert proved(logged, lives) > FEW
+
+
+def test_ranks_end_together(zygote: Zygote, run_dir: Path, tmp_path: Path) -> None:
+    """A step of which one rank's part is in the shadow and another's on the store is of no use."""
+    scene, steps = Scene(zygote, run_dir, tmp_path), 3 * FEW
+    for child in scene.start(1, steps, leaves_at=5):
+        assert child.wait(DEADLINE_S) == 0, child.said()
+    scene.end()
+    for rank in range(SIZE):
+        using = {one["step"]: one["strategy"] for one in told(tmp_path / f"1-{rank}", "step")}
+        assert [step for step, name in using.items() if name == "Full"] == [*range(17, steps + 1)]
+        assert "one rank says so" in (tmp_path / f"1-{rank}").read_text()
+    found = stored(run_dir, SIZE)
+    assert max(found) == steps
+    assert proved(found, [trained(tmp_path / f"1-{r}") for r in range(SIZE)]) > 0
 
 
 def _children_of(pid: int) -> list[int]:

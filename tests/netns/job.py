@@ -131,6 +131,7 @@ def train(
     host: str | None = None,
     pace_s: float = 0.0,
     noisy_from: int = 1 << 60,
+    leaves_at: int | None = None,
     further: bool = False,
 ) -> None:
     """Train from what there is to `steps` steps; tells a line of JSON for each.
@@ -141,6 +142,7 @@ def train(
         host: where; None: here.
         pace_s: between two steps.
         noisy_from: the step from which on numbers are added to gradients.
+        leaves_at: the step at which this rank finds that the shadow is of no use.
         further: train so many steps more than there are.
     """
     if host is not None:
@@ -163,6 +165,8 @@ def train(
             "step", step, whole=job.whole(), digests=job.digests(),
             strategy=type(ck.strategy).__name__, in_shadow=getattr(session, "in_shadow", None),
         )  # fmt: skip
+        if step == leaves_at:
+            session._fall_back("one rank says so")
         ck.step()
     ck.close()
     _tell("closed", steps)

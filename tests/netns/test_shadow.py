@@ -237,4 +237,9 @@ def test_noise_on_gradients_ends_in_full_checkpoints(
     scene.kill()
     scene.end()
     assert "every step is stored in full instead" in scene.out(1, 0).read_text()
+    steps = [
+        [t["step"] for t in told(out, "step") if t["strategy"] == "Full"]
+        for out in (scene.out(1, 0), scene.out(1, 1))
+    ]
+    assert steps[0][0] == steps[1][0], "all ranks at the same step"
     proved(folded(scene.shadow_out), scene.lives())

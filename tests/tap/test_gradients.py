@@ -193,8 +193,31 @@ def test_wrong_candidates_are_tried_and_then_it_is_lacking() -> None:
     assert len(set(seen)) == len(seen) == MOST_CANDIDATES
     lacking = gradients.take(5)
     assert isinstance(lacking, Lacking)
-    assert (lacking.step, lacking.ranges) == (5, {})
+    assert (lacking.step, lacking.ranges, lacking.is_wrong) == (5, {}, True)
     assert gradients.candidates(5) == []
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_it_is_wrong_only_where_the_likeliest_was_there(lost: int) -> None:
+    """One of two all-reduces of a size has lost packets, and the other is not it. Where the last
+    one was whole, it is not what the optimizer was given; else it may have been."""
+    group = Group(2, mtu=700)
+    sum_of(group, 901, 0)
+    begins = len(group.packets)
+    last, _ = sum_of(group, 901, 1)
+    group.close()
+    middle = begins // 2 if lost == 0 else (begins + len(group.packets)) // 2
+    gradients = gradients_of(2, sizes=[3604])
+    gradients.feed(frames_of([*group.packets[: middle - 7], *group.packets[middle + 7 :]]))
+    gradients.expect(5, [Bucket(("a",), (901,), "float32")], through=last)
+    gradients.flush()
+    (found,) = gradients.candidates(5)
+    assert found["a"].size == 901
+    gradients.wrong(5)
+    lacking = gradients.take(5, is_over=True)
+    assert isinstance(lacking, Lacking)
+    assert lacking.is_wrong == (lost == 0)
+    assert bool(lacking.ranges) == (lost == 1)
 
 
 def test_unclaimed_buffers_stay_within_the_budget_and_are_counted() -> None:

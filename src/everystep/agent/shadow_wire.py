@@ -114,7 +114,6 @@ class WireSource:
 
     def _with_gradients(self, delta: Delta, layout: Layout, alive: Callable[[], None]) -> Delta:
         ends_s = time.monotonic() + WAIT_S
-        wrong = 0
         while True:
             with self._changed:
                 if self._is_behind:  # what is on its way here may have been seen in time
@@ -127,7 +126,7 @@ class WireSource:
                 alive()
                 continue
             if isinstance(taken, Lacking):
-                kind = Unexplained if wrong and not taken.ranges else NotSeen
+                kind = Unexplained if taken.is_wrong else NotSeen
                 raise kind(f"gradients: {self._problem or taken.what}", step=delta.step)
             found = explained(delta, layout, taken)
             with self._changed:
@@ -136,7 +135,6 @@ class WireSource:
                     return found
                 if not is_new:  # it was right for another rank
                     raise Unexplained("gradients are not what was seen", step=delta.step)
-                wrong += 1
                 if self._gradients is not None and delta.step not in self._found:
                     self._gradients.wrong(delta.step)
 

@@ -59,8 +59,9 @@ class Lacking(Struct, frozen=True):
     what: str
     """In words."""
     ranges: dict[str, Ranges]
-    """Elements [start, stop) that are missing, by parameter; none where everything was there, but
-    called wrong."""
+    """Elements [start, stop) that are missing, by parameter."""
+    is_wrong: bool = False
+    """Everything was there, at the likeliest place, but was called wrong."""
 
 
 class _Step:
@@ -367,10 +368,10 @@ class Gradients:
         unread = self._reader.why_nothing()
         if unread is not None:
             return Lacking(step.number, unread, self._all(step))
-        found = [run for run in self._runs(step) if run not in step.rejected]
-        if len(step.rejected) >= MOST_CANDIDATES or (step.rejected and not found):
+        found = self._runs(step)
+        if step.rejected and (not found or found[0] in step.rejected):
             what = f"none of {len(step.rejected)} candidates is it"
-            return Lacking(step.number, what, {})
+            return Lacking(step.number, what, {}, is_wrong=True)
         ranges: dict[str, Ranges] = {}
         is_dropped = False
         for number, bucket in zip(found[0] if found else (), step.buckets(), strict=bool(found)):
