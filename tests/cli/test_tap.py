@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from small_runs import Said
+from tap.generator import Wire, mirrored, random_inputs, write
+from tap.socket_wire import SocketJob
 
 CAPTURES = Path(__file__).parents[2].parent / "shared" / "captures"
 needs_captures = pytest.mark.skipif(not CAPTURES.is_dir(), reason="the captures are not here")
@@ -69,9 +71,38 @@ def test_what_is_no_capture_is_said_to_be_none(cli: Cli, tmp_path: Path) -> None
     assert said.out == "" and str(path) in said.err
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_capture_of_sockets(cli: Cli, tmp_path: Path, ranks: int) -> None:
+    wire = Wire(ranks=ranks, version=27, mtu=1448)
+    made = SocketJob(wire)
+    for n in (5000, 40_001):
+        made.all_reduce(random_inputs(wire, n, n))
+    seen = mirrored(made.packets, 0)
+    whole, holed = tmp_path / "whole.pcap", tmp_path / "holed.pcap"
+    write(whole, seen)
+    write(holed, [packet for i, packet in enumerate(seen) if i % 100 != 99])
+    out = tmp_path / "reduced.npy"
+    words = ("--ranks", ranks, "--counts", "5000,40001", "--nccl", "2.27.3", "--hosts")
+    words = (*words, ",".join(f"10.0.0.{rank + 1}" for rank in range(ranks)), "--checksums")
+    said = cli("tap", "decode", whole, "--json", "--reduced", out, *words)
+    assert (said.status, said.err) == (0, "")
+    for row, reduction in zip(np.load(out), made.reductions, strict=True):
+        assert row.tobytes().startswith(reduction.reduced.tobytes())
+    assert said.json["sockets"]["messages"] == len(said.json["messages"])
+    said = cli("tap", "decode", holed, "--json", "--reduced", out, *words)
+    assert said.status == 1
+    assert any(buffer["missing"] for buffer in said.json["reduced"])
+    assert np.isnan(np.load(out)[1]).any()
+
+
 @pytest.mark.parametrize(
-    "words", [("--counts", "many"), ("--counts", "0"), ("--ranks", "1"), ("--dtype", "float8")]
-)
+    "words",
+    [
+        ("--counts", "many"), ("--counts", "0"), ("--ranks", "1"), ("--dtype", "float8"),
+        ("--nccl", "19"), ("--nccl", "2.x"), ("--hosts", "10.0.0.1"), ("--hosts", "a,b"),
+        ("--hosts", "10.0.0.1,10.0.0.1"),
+    ],
+)  # fmt: skip
 def test_wrong_use(cli: Cli, tmp_path: Path, words: tuple[str, ...]) -> None:
     said = cli("tap", "decode", tmp_path / "absent.pcap", *words)
     assert said.status == 2 and said.out == ""

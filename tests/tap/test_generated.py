@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from pathlib import Path
@@ -135,3 +136,29 @@ def test_damage_is_known(protocol: str, damage: dict[str, float], tmp_path: Path
     harmless = set(damage) <= {"doubled", "delayed"}
     if harmless:
         assert there == sum(len(reduction.reduced) for reduction in made.reductions)
+
+
+def test_protocols_may_take_turns_on_a_connection(tmp_path: Path) -> None:
+    """Simple takes two steps for a message, so that flags run ahead of the count."""
+    wire = Wire()
+    made = Job(wire)
+    for i in range(3):
+        for b, n in enumerate(SIZES):
+            made.wire = dataclasses.replace(wire, protocol="Simple" if n > 10_000 else "LL")
+            made.all_reduce(random_inputs(wire, n, 100 * i + b))
+    reader = read(tmp_path, wire, mirrored(made.packets, 0))
+    prove(made, reader, whole=True)
+    assert reader.decoder.contradicted == 0
+
+
+@pytest.mark.parametrize("version", [22, 24])
+def test_channels_that_begin_one_after_the_other_are_not_of_one_all_reduce(
+    version: int, tmp_path: Path
+) -> None:
+    """Small buffers go over the first channel alone; sizes are not told, chunks are all alike."""
+    wire = Wire(channels=2, protocol="Simple", version=version)
+    made = job(wire)
+    write(tmp_path / "x.pcap", mirrored(made.packets, 0))
+    reader = Reader(Options(ranks=2, element_bytes=4), wire.dtype, check_icrc=True)
+    reader.read(tmp_path / "x.pcap")
+    prove(made, reader, whole=False)

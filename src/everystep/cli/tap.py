@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,8 +14,30 @@ from everystep.cli.output import Output
 from everystep.cli.tap_stats import EXAMPLE as STATS_EXAMPLE
 from everystep.cli.tap_stats import read_numbers, stats
 from everystep.cli.target import AsJson
+from everystep.errors import UsageError
 
 EXAMPLE = "Example: everystep tap decode port7.pcapng --reduced gradients.npy"
+
+NcclVersion = Annotated[
+    str | None,
+    typer.Option(
+        "--nccl",
+        metavar="2.N",
+        help="NCCL's version: it tells how buffers are cut, which over TCP nothing else does.",
+    ),
+]
+Hosts = Annotated[
+    str | None,
+    typer.Option(
+        "--hosts",
+        metavar="IP[,IP...]",
+        help="Of the ranks, in their order: over TCP nothing else names them.",
+    ),
+]
+Checksums = Annotated[
+    bool,
+    typer.Option("--checksums/--no-checksums", help="Drop TCP segments whose checksum is wrong."),
+]
 
 tap = typer.Typer()
 
@@ -56,9 +80,12 @@ def decode(
     icrc: Annotated[
         bool, typer.Option("--icrc/--no-icrc", help="Drop packets whose invariant CRC is wrong.")
     ] = True,
+    nccl: NcclVersion = None,
+    hosts: Hosts = None,
+    checksums: Checksums = False,
     as_json: AsJson = False,
 ) -> int:
-    """Decode a capture of NCCL's ring all-reduce over RoCEv2: messages, collectives, gradients.
+    """Decode a capture of NCCL's ring all-reduce, over RoCEv2 or TCP: messages, gradients.
 
     Exit status 1 where buffers have gaps, copies differ, or loss made numbers uncertain.
     """
@@ -67,8 +94,13 @@ def decode(
     from everystep.cli.tap_words import blocks, is_whole, save
     from everystep.tap.nccl import Options
 
+    minor = None if nccl is None else _read_minor(nccl)
     reader = Reader(
-        Options(ranks=ranks, element_bytes=DTYPES[dtype], record=True), dtype, check_icrc=icrc
+        Options(ranks=ranks, element_bytes=DTYPES[dtype], minor=minor, record=True),
+        dtype,
+        check_icrc=icrc,
+        check_tcp=checksums,
+        hosts=() if hosts is None else _read_hosts(hosts, ranks),
     )
     if counts is not None:
         reader.decoder.expect(0, read_numbers("--counts", counts))
@@ -77,3 +109,23 @@ def decode(
         save(reduced, reader.buffers, dtype)
     Output(as_json).show(record, blocks(record))
     return 0 if is_whole(record) else 1
+
+
+def _read_minor(text: str) -> int:
+    """N of 2.N or 2.N.M."""
+    found = re.fullmatch(r"2\.(\d{1,3})(\.\d+)?", text, re.ASCII)
+    if found is None:
+        raise UsageError(f"--nccl takes a version, not {text!r}", hint="--nccl 2.27")
+    return int(found[1])
+
+
+def _read_hosts(text: str, ranks: int) -> list[str]:
+    """An address for each rank."""
+    hosts = text.split(",")
+    try:
+        known = {str(ip_address(host)) for host in hosts}
+    except ValueError as error:
+        raise UsageError(f"--hosts: {error}", hint="--hosts 10.0.0.1,10.0.0.2") from error
+    if len(known) != ranks or len(hosts) != ranks:
+        raise UsageError(f"--hosts takes one address for each of {ranks} ranks, not {text!r}")
+    return hosts

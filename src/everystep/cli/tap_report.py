@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 
 import numpy as np
-from msgspec import Struct
 
-from everystep.tap import capture, roce
+from everystep.cli.tap_record import Capture
+from everystep.tap import capture, roce, sockets
 from everystep.tap.bpf import ROCE_PORT
 from everystep.tap.collectives import Collective
 from everystep.tap.connections import Connection
@@ -41,48 +42,33 @@ _PACKET_KINDS = {
 _NOT_ROCE = ("not RoCE", "wrong ICRC")
 
 
-class Capture(Struct, frozen=True, kw_only=True):
-    """The record that `everystep tap decode` prints."""
-
-    capture: str
-    """Name of the file."""
-    frames: int
-    roce_frames: int
-    """Frames to the RoCE port."""
-    packet_kinds: dict[str, int]
-    path_mtu: int
-    """Largest payload of a packet that others followed, in bytes; 0 if there was none."""
-    world_size: int
-    ranks: list[dict[str, Json]]
-    """`rank` and `macs`, as far as the receivers' records tell."""
-    directions: list[str]
-    """Between which ranks data was seen."""
-    dtype: str
-    connections: list[dict[str, Json]]
-    messages: list[dict[str, Json]]
-    collectives: list[dict[str, Json]]
-    reduced: list[dict[str, Json]]
-    doubts: list[int]
-    """All-reduces from which on loss made the numbers of one direction uncertain."""
-    mismatches: list[dict[str, Json]]
-    """Copies of one range that differ: `index`, `at` (byte), `frames`."""
-    contradicted: int
-    """Messages that are not what their place asks for; not used."""
-
-
 class Reader:
     """Reads one capture from beginning to end."""
 
-    def __init__(self, options: Options, dtype: str, *, check_icrc: bool) -> None:
-        """Raises UsageError for options that name no ring, Unsupported without compiled loops."""
+    def __init__(
+        self,
+        options: Options,
+        dtype: str,
+        *,
+        check_icrc: bool,
+        check_tcp: bool = False,
+        hosts: Sequence[str] = (),
+    ) -> None:
+        """`hosts`: IP addresses, that of rank 0 first.
+
+        Raises UsageError for options that name no ring, Unsupported without compiled loops.
+        """
         self.dtype = dtype
         self.buffers: dict[int, Reduced] = {}
         self._parser = Parser()
         self._tracker = roce.Tracker(check_icrc=check_icrc)
+        self.sockets = sockets.Tracker(checksums=check_tcp)
+        self._hosts = {str(ip_address(host)): rank for rank, host in enumerate(hosts)}
+        self._named = 0
         self.decoder = Decoder(self._tracker, options)
         self._assembler = Assembler(behind=KEPT, finished=KEPT)
         self._made = Buffers(self._assembler)
-        self._sums: dict[int, list[int]] = {}
+        self._sums: dict[int, tuple[str | None, list[int]]] = {}
         self._summed = 0
         self._frames = 0
         self._roce_frames = 0
@@ -95,17 +81,27 @@ class Reader:
                 self._frames += len(frames.table)
                 packets = self._parser.parse(frames)
                 self._roce_frames += _to_roce(packets)
-                for messages in self._tracker.feed(packets):
-                    self._take(messages)
+                self._name_hosts()
+                for tracker in (self._tracker, self.sockets):
+                    for messages in tracker.feed(packets):
+                        self._take(messages)
             self._take(self._tracker.flush())
+            self._take(self.sockets.flush())
             self._put(self.decoder.finish())
         self._keep(self._made.give_up())
         return self._report(path)
 
+    def _name_hosts(self) -> None:
+        known, self._named = self._named, self._parser.address_count
+        for address in range(known, self._named):
+            rank = self._hosts.get(self._parser.address(address).ip)
+            if rank is not None:
+                self.decoder.name(address, rank)
+
     def _take(self, messages: Messages) -> None:
         found = self.decoder.feed(messages)
         for write in self.decoder.sorted.writes[self._summed :]:
-            self._sums[id(write)] = list(_sums(write))
+            self._sums[id(write)] = write.protocol, list(_sums(write))
         self._summed = len(self.decoder.sorted.writes)
         self._put(found)
 
@@ -140,6 +136,7 @@ class Reader:
                 {"index": m.collective, "at": m.at, "frames": list(m.frames)}
                 for m in self._assembler.alarms
             ],
+            sockets=self.sockets.counts(),
             contradicted=self.decoder.contradicted,
         )
 
@@ -273,7 +270,9 @@ class Reader:
     def _message(self, write: Write) -> dict[str, Json]:
         kind = {"LL": "LL", "LL128": "LL128"}.get(str(write.protocol), "raw")
         report = self._plain(write, kind if write.length else "empty")
-        sums = self._sums[id(write)]
+        protocol, sums = self._sums[id(write)]
+        if protocol != write.protocol:  # it became known later, and what it holds was copied
+            sums = list(_sums(write))
         if write.complete:
             report["crc32"] = sums[0] if sums else 0
         else:
@@ -310,8 +309,15 @@ class Reader:
     def _reduced(self, number: int) -> dict[str, Json]:
         reduced = self.buffers[number]
         e = DTYPES[self.dtype]
-        present = []
+        present: list[dict[str, Json]] = []
+        missing, at = [], 0
         for start, stop in reduced.present:
+            start, stop = -(-start // e) * e, stop // e * e  # whole elements
+            if start >= stop:
+                continue
+            if start > at:
+                missing.append({"start": at // e, "stop": start // e})
+            at = stop
             data = reduced.data[start:stop].tobytes()
             present.append(
                 {
@@ -321,12 +327,14 @@ class Reader:
                     "sha256": hashlib.sha256(data).hexdigest(),
                 }
             )
+        if at < len(reduced.data):
+            missing.append({"start": at // e, "stop": len(reduced.data) // e})
         return {
             "index": number,
             "count": len(reduced.data) // e,
             "dtype": self.dtype,
             "present": present,
-            "missing": [{"start": a // e, "stop": b // e} for a, b in reduced.missing],
+            "missing": missing,
             "sources": self._sources(number, e),
         }
 

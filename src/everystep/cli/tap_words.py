@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from everystep.cli.output import Block, Cell, Column, Line, Table, counted
-from everystep.cli.tap_report import DTYPES, Capture
+from everystep.cli.tap_record import Capture
+from everystep.cli.tap_report import DTYPES
 from everystep.tap.pieces import Reduced
 
 
@@ -24,6 +25,7 @@ def blocks(record: Capture) -> Iterator[Block]:
     """The record for people."""
     packets = ", ".join(f"{number:,} {name}" for name, number in record.packet_kinds.items())
     yield Line(f"{record.capture}: {counted(record.frames, 'frame')}; RoCE: {packets or 'none'}")
+    yield from _sockets(record.sockets)
     columns = ("sender", "receiver", "rank", "qp", "role", "channel", "messages", "cts")
     yield Table(
         [
@@ -58,6 +60,18 @@ def blocks(record: Capture) -> Iterator[Block]:
             [_buffer(buffer) for buffer in record.reduced],
         )
     yield from _alarms(record)
+
+
+def _sockets(counts: dict[str, int]) -> Iterator[Line]:
+    """What was read of NCCL's sockets, and what not."""
+    if counts["messages"]:
+        yield Line(f"TCP: {counted(counts['messages'], 'message')}")
+    if counts["split"]:
+        many = counted(counts["split"], "connection")
+        yield Line(f"{many} not read: data is split over several sockets", "red")
+    if counts["unordered"]:
+        many = counted(counts["unordered"], "connection")
+        yield Line(f"{many} not read: several channels, made before the capture began", "red")
 
 
 def _said(value: object) -> str:

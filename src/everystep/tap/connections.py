@@ -7,18 +7,27 @@ or by packet sequence numbers, so that loss never shifts it.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from everystep.tap.collectives import Collective, Plan
-from everystep.tap.pieces import PSN_COUNT
-from everystep.tap.positions import Course, Record, Rooms, Window, offsets_of, psn_after
+from everystep.tap.pieces import TCP_STREAMS
+from everystep.tap.positions import (
+    BYTES,
+    PACKETS,
+    SIZE_BYTES,
+    Course,
+    Record,
+    Rooms,
+    Window,
+    Windows,
+    offsets_of,
+)
 from everystep.tap.schedule import Protocol
 from everystep.tap.writes import Write
 
 _SMALL_STEP = 64
-_SMALL_PSN = 4096
-"""A connection whose first message seen is below both was made within the capture."""
+"""A connection whose first message seen is behind this one was made before the capture."""
 
 _MAX_HEADLESS = 64
 _MAX_FLOATING = 256
@@ -59,6 +68,8 @@ class Connection:
         self.cts = 0
         self.size: int | None = None
         """Room told by the last clear-to-send record."""
+        self.is_tcp = False
+        self.numbers = PACKETS
         self.mtu = 0
         self.is_split: bool | None = None
         """Whether large messages are split for adaptive routing; None: not seen yet."""
@@ -74,7 +85,7 @@ class Connection:
         """Whether position 0 is the first message of the connection."""
         self.pending: dict[int, Write] = {}
         self.headless: list[Write] = []
-        self.windows: deque[Window] = deque(maxlen=_WINDOWS)
+        self.windows = Windows(maxlen=_WINDOWS)
         self.lead: int | None = None
         """Step minus position, of the last message with a flag."""
         self.step: int | None = None
@@ -87,7 +98,9 @@ class Connection:
     # ------------------------------------------------------------ where a message stands
 
     def open(self, stream: int) -> None:
-        """One more queue pair."""
+        """One more queue pair, or the TCP connection."""
+        if stream >= TCP_STREAMS:
+            self.is_tcp, self.numbers = True, BYTES
         for course in self.courses.values():
             if course.last < 0:
                 course.psn = None  # it was taken to be the only one
@@ -116,7 +129,7 @@ class Connection:
         if course.psn is None and not write.flag and self._is_early(write):
             course.psn, course.last = 0, -1
             self.rooms.fix()
-        ahead = None if course.psn is None else psn_after(write.psn, course.psn)
+        ahead = None if course.psn is None else self.numbers.after(write.psn, course.psn)
         position = self._position(write, course, ahead, walk)
         if position is None:
             if write not in self.floating:
@@ -129,7 +142,7 @@ class Connection:
         if ahead == 0 and not self.rooms.is_fixed:
             self.rooms.observe(write.va, write.rkey, write.frame, position)
         if write.span and (ahead is None or ahead >= 0):
-            course.psn = (write.psn + write.span) % PSN_COUNT
+            course.psn = (write.psn + write.span) % self.numbers.count
             course.last = position
         if self.base is None:
             self._begin(write, position)
@@ -189,7 +202,7 @@ class Connection:
 
     def _is_early(self, write: Write) -> bool:
         """Whether the connection was made just before its first message was seen."""
-        return write.psn <= _SMALL_PSN and self.step is None and len(self.courses) == 1
+        return write.psn <= self.numbers.small and self.step is None and len(self.courses) == 1
 
     def _has_come_round(self) -> bool:
         """Whether steps tell that small sequence numbers are not the first."""
@@ -203,19 +216,16 @@ class Connection:
 
     def _older(self, write: Write) -> int | None:
         """The position of a message that was sent again, by the packets of known windows."""
-        for window in reversed(self.windows):
-            if window.psn is None or window.offsets is None:
-                continue
-            ahead = psn_after(write.psn, window.psn)
-            if 0 <= ahead < window.offsets[-1] and ahead in window.offsets:
-                return window.first + window.offsets.index(ahead)
+        found = self.windows.place_of(write.psn, self.numbers)
+        if found is not None and not found[2]:
+            return found[0].first + found[1]
         turn = len(self.courses)
         for position, other in self.pending.items():
             if other.stream != write.stream:
                 continue
-            if other.span and (other.psn + other.span) % PSN_COUNT == write.psn:
+            if other.span and (other.psn + other.span) % self.numbers.count == write.psn:
                 return position + turn
-            if write.span and (write.psn + write.span) % PSN_COUNT == other.psn:
+            if write.span and (write.psn + write.span) % self.numbers.count == other.psn:
                 return position - turn
         return None
 
@@ -229,13 +239,13 @@ class Connection:
         return None
 
     def _begin(self, write: Write, position: int) -> None:
-        is_small = position <= _SMALL_STEP and write.psn <= _SMALL_PSN
+        is_small = position <= _SMALL_STEP and write.psn <= self.numbers.small
         self.from_start = is_small and not self._has_come_round()
         # empty messages before the first flag stand right before it
         psn = write.psn
         for earlier in reversed(self.floating):
             is_before = earlier.stream == write.stream and (
-                (earlier.psn + earlier.span) % PSN_COUNT == psn
+                (earlier.psn + earlier.span) % self.numbers.count == psn
             )
             if not is_before or position == 0 or len(self.courses) > 1:
                 break
@@ -270,7 +280,7 @@ class Connection:
         known = self.base_psn if self.base_psn is not None else self.least_psn
         if after == base or known is None:
             return after - base, None
-        return after - base, psn_after(self.pending[after].psn, known)
+        return after - base, self.numbers.after(self.pending[after].psn, known)
 
     def frames_at_base(self) -> list[int]:
         """Frames that show that the message at the base was, or will be, sent."""
@@ -291,13 +301,12 @@ class Connection:
 
     def window_of(self, position: int) -> Window | None:
         """The collective that a position was given to, if it is still remembered."""
-        for window in reversed(self.windows):
-            if window.first <= position < window.stop:
-                return window
-        return None
+        return self.windows.of(position)
 
     def spans(self, lengths: Sequence[int]) -> list[int] | None:
         """Sequence numbers from the first message to each, and to the end; None if unsure."""
+        if self.is_tcp:
+            return list(accumulate(lengths, lambda at, n: at + n + SIZE_BYTES, initial=0))
         if not self.mtu or len(self.courses) > 1:
             return None
         if self.is_split is None and max(lengths, default=0) > _SPLIT_BYTES:
@@ -321,11 +330,11 @@ class Connection:
             if write.length != length or write.protocol not in (None, plan.protocol):
                 return None
             if offsets is not None:
-                start = (write.psn - offsets[place]) % PSN_COUNT
+                start = (write.psn - offsets[place]) % self.numbers.count
                 if psn is not None and start != psn:
                     return None
                 least = start if self.least_psn is None else self.least_psn
-                if psn is None and psn_after(start, least) < 0:
+                if psn is None and self.numbers.after(start, least) < 0:
                     return None
             agreeing += length > 0 or psn is not None
         return agreeing, is_sure
@@ -343,16 +352,16 @@ class Connection:
         if offsets is not None and window.psn is None and waiting:
             first = waiting[0]
             place = (first.position or 0) - base
-            window.psn = (first.psn - offsets[place]) % PSN_COUNT
+            window.psn = (first.psn - offsets[place]) % self.numbers.count
         self.base = window.stop
         self.base_psn = self.least_psn = None
         last = waiting[-1] if waiting else None
         if len(self.courses) > 1:
             window.psn = None  # each queue pair counts its own
         elif last is not None and last.position == window.stop - 1 and last.span:
-            self.base_psn = (last.psn + last.span) % PSN_COUNT
+            self.base_psn = (last.psn + last.span) % self.numbers.count
         elif window.psn is not None and offsets is not None:
-            self.base_psn = (window.psn + offsets[-1]) % PSN_COUNT
+            self.base_psn = (window.psn + offsets[-1]) % self.numbers.count
         return waiting
 
     def skip(self) -> Write | None:
@@ -364,12 +373,12 @@ class Connection:
             # a long gap at once, but for what may be the beginning of the next collective
             self.base = max(self.base, min(self.pending, default=0) - _KEPT_OF_A_GAP)
         if write is not None and write.span and len(self.courses) == 1:
-            self.base_psn = (write.psn + write.span) % PSN_COUNT
+            self.base_psn = (write.psn + write.span) % self.numbers.count
             self.least_psn = None
         else:
             known = self.base_psn if self.base_psn is not None else self.least_psn
             skipped = self.base - base
-            self.least_psn = None if known is None else (known + skipped) % PSN_COUNT
+            self.least_psn = None if known is None else (known + skipped) % self.numbers.count
             self.base_psn = None
         return write
 
@@ -378,22 +387,12 @@ class Connection:
         found = []
         kept = []
         for write in self.headless:
-            place = self._place(write)
-            if place is None:
+            known = self.windows.place_of(write.psn, self.numbers)
+            if known is None:
                 kept.append(write)
-            else:
-                found.append((write, *place))
+                continue
+            window, place, behind = known
+            write.offset = behind * (self.mtu or 1)
+            found.append((write, window, place))
         self.headless = kept[-_MAX_HEADLESS:]
         return found
-
-    def _place(self, write: Write) -> tuple[Window, int] | None:
-        for window in reversed(self.windows):
-            if window.psn is None or window.offsets is None:
-                continue
-            ahead = psn_after(write.psn, window.psn)
-            if not 0 <= ahead < window.offsets[-1]:
-                continue
-            place = max(i for i, at in enumerate(window.offsets[:-1]) if at <= ahead)
-            write.offset = (ahead - window.offsets[place]) * self.mtu
-            return window, place
-        return None

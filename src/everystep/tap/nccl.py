@@ -1,4 +1,4 @@
-"""NCCL over RoCE: messages of mirrored links in, pieces of reduced buffers out.
+"""NCCL over RoCE or TCP: messages of mirrored links in, pieces of reduced buffers out.
 
 Streams of messages are sorted into connections (clear-to-send records go against the data of theirs
 on the same pair of queue pairs), connections into rings and transfers by sender. Each of those is
@@ -44,6 +44,9 @@ class Decoder:
         shapes = [Shape(options.ranks, options.element_bytes, added) for added in ways]
         self.options = options
         self.expected = Expectations(shapes)
+        if options.minor is not None:
+            self.expected.contiguous = options.minor >= 20
+            self.expected.is_fine = options.minor >= 22
         self.sorted = Sorter(
             placer, options, self.expected, self._place, self._doubt, self._scattered
         )
@@ -58,6 +61,10 @@ class Decoder:
         Where sizes are told, all-reduces of other sizes are not counted.
         """
         self.expected.tell(first, counts)
+
+    def name(self, address: int, rank: int) -> None:
+        """An address (index into the table of addresses) is of this rank."""
+        self.sorted.name(address, rank)
 
     @property
     def doubts(self) -> list[Doubt]:
@@ -157,8 +164,10 @@ class Decoder:
         if write.protocol not in (None, plan.protocol):
             return False
         if plan.protocol != "Simple" and write.flag:
-            step = window.first + place + (connection.lead or 0)
-            if (write.flag - 1 - step) % (1 << 32):
+            lead = write.flag - 1 - window.first - place
+            if window.lead is None:  # Simple takes more than one step for a message
+                window.lead = (connection.lead or 0) if connection.has_only_flags else lead
+            if (lead - window.lead) % (1 << 32):
                 return False
         if write.has_head:
             return write.length == plan.lengths[place]

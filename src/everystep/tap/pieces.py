@@ -1,6 +1,7 @@
 """What the stages of the tap hand to each other: frames, packets, messages, pieces, buffers.
 
     capture ─► Frames ─► packets ─► Packets ─► roce ─► Messages ─► nccl ─► Piece, Announced ─► ring
+                                           ├─► tcp ──► sockets ─► Messages ─► nccl
                                            └─► tcp ──► gloo ───────────► Piece, Announced ─► ring
 
 Every stage takes batches and gives batches, so that Python runs once per batch or per message and
@@ -103,6 +104,9 @@ SEND, WRITE, READ_RESPONSE, READ_REQUEST = 0, 1, 2, 3
 
 PSN_COUNT = 1 << 24
 """Packet sequence numbers are counted modulo this."""
+
+TCP_STREAMS = 1 << 31
+"""Streams with numbers from this one on are of TCP (see sockets)."""
 
 STREAM = np.dtype(
     [

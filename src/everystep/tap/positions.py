@@ -7,8 +7,11 @@ that where later records may be lost, the last one seen gives the least that the
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
 
 from everystep.tap.collectives import Collective, Plan
 from everystep.tap.pieces import PSN_COUNT
@@ -24,9 +27,30 @@ _ENOUGH = 4
 _MORE_THAN_ENOUGH = 256
 
 
-def psn_after(psn: int, base: int) -> int:
-    """How far a sequence number lies behind another: signed, 24 bits."""
-    return (psn - base + PSN_COUNT // 2) % PSN_COUNT - PSN_COUNT // 2
+class Numbering(Struct, frozen=True):
+    """How sequence numbers are counted."""
+
+    count: int
+    """Modulo this."""
+    small: int
+    """A connection whose first message seen is not behind this one was made within the capture."""
+
+    def after(self, number: int, base: int) -> int:
+        """How far a number lies behind another: signed."""
+        return (number - base + self.count // 2) % self.count - self.count // 2
+
+    def least(self, lengths: Sequence[int]) -> int:
+        """How many numbers messages of these lengths take at least."""
+        return len(lengths) if self is PACKETS else sum(lengths) + SIZE_BYTES * len(lengths)
+
+
+PACKETS = Numbering(PSN_COUNT, 4096)
+"""One for each packet of a message, at least one."""
+
+BYTES = Numbering(1 << 32, 1 << 24)
+"""TCP: one for each byte of a message, and `SIZE_BYTES` for the size of the next."""
+
+SIZE_BYTES = 4
 
 
 def offsets_of(lengths: Sequence[int], mtu: int, longest_whole: int | None) -> list[int]:
@@ -56,17 +80,42 @@ class Course:
 class Window:
     """The positions that one collective takes on one connection."""
 
-    __slots__ = ("collective", "first", "offsets", "plan", "psn", "stop")
+    __slots__ = ("collective", "first", "lead", "offsets", "plan", "psn", "stop")
 
     def __init__(self, first: int, plan: Plan, collective: Collective) -> None:
         self.first = first
         self.stop = first + len(plan.lengths)
         self.plan = plan
         self.collective = collective
+        self.lead: int | None = None
+        """Step minus position, of all its messages, where they have flags."""
         self.psn: int | None = None
         """Of its first packet."""
         self.offsets: list[int] | None = None
         """Sequence numbers from there to each of its messages, and to its end."""
+
+
+class Windows(deque[Window]):
+    """The last ones of a connection, the newest at the end."""
+
+    def of(self, position: int) -> Window | None:
+        """The one that a position was given to, if it is still remembered."""
+        for window in reversed(self):
+            if window.first <= position < window.stop:
+                return window
+        return None
+
+    def place_of(self, number: int, numbers: Numbering) -> tuple[Window, int, int] | None:
+        """The message that a sequence number is of, in its window, and how far behind its beginning
+        it lies; None where that is not known."""
+        for window in reversed(self):
+            if window.psn is None or window.offsets is None:
+                continue
+            ahead = numbers.after(number, window.psn)
+            if 0 <= ahead < window.offsets[-1]:
+                place = bisect_right(window.offsets, ahead) - 1
+                return window, place, ahead - window.offsets[place]
+        return None
 
 
 class Rooms:

@@ -90,8 +90,7 @@ class Ring(Channels):
 
     def walk(self, connection: Connection, write: Write, position: int, packets: int) -> int | None:
         """The position that begins `packets` after the one at `position`, by what is expected."""
-        channel = self.channels.index(connection)
-        number = self.number
+        channel, number = self.channels.index(connection), self.number
         window = connection.window_of(position)
         lengths: list[int] = []
         if window is not None:
@@ -101,21 +100,23 @@ class Ring(Channels):
                 number = None  # what follows it is not known
         elif position != connection.base:
             return None
-        while number is not None and len(lengths) <= min(packets, _MAX_WALK):
+        ahead = connection.numbers.least(lengths)
+        while number is not None and ahead <= packets and len(lengths) <= _MAX_WALK:
             if self.expected.count(number) is None:
                 break
             schedule = next(iter(self.expected.schedules(number, "Simple", channel + 1)), None)
             if schedule is None or channel >= len(schedule.channels):
                 break
-            lengths += plan_of(schedule, channel, self.rank_index or 0).lengths
+            more = plan_of(schedule, channel, self.rank_index or 0).lengths
+            lengths += more
+            ahead += connection.numbers.least(more)
             number += 1
         offsets = connection.spans(lengths)
         if offsets is None or packets not in offsets:
             return None
         place = offsets.index(packets)
-        if place < len(lengths) and lengths[place] != write.length:
-            return None
-        return position + place
+        is_foreseen = lengths[place : place + 1] in ([], [write.length])
+        return position + place if is_foreseen else None
 
     # ------------------------------------------------------------ reading
 

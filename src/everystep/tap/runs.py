@@ -28,7 +28,12 @@ _SPLIT_BYTES = 8192
 def run(connection: Connection, stream: int, rows: Table) -> tuple[int, Window] | None:
     """How many of the first rows (MESSAGE) of a stream are what its newest collective asks for."""
     course = connection.courses[stream]
-    if not connection.windows or course.psn is None or len(connection.courses) > 1:
+    if (
+        connection.is_tcp
+        or not connection.windows
+        or course.psn is None
+        or len(connection.courses) > 1
+    ):
         return None
     window = connection.windows[-1]
     first = course.last + 1

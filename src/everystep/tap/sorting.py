@@ -16,7 +16,8 @@ from msgspec import Struct
 from everystep.tap import cts, runs, writes
 from everystep.tap.collectives import Expectations
 from everystep.tap.connections import Connection
-from everystep.tap.pieces import WRITE, Messages, Table
+from everystep.tap.pieces import TCP_STREAMS, WRITE, Messages, Table
+from everystep.tap.ranks import Ranks
 from everystep.tap.ring import Scattered
 from everystep.tap.rings import Doubt, Place, Ring
 from everystep.tap.sendrecv import MAX_MESSAGE_BYTES, Transfers
@@ -45,6 +46,8 @@ class Options(Struct, frozen=True, kw_only=True):
     which is impossible where all chunks are equally long (then: no)."""
     send_recv: bool = True
     """Whether a send that has the size of what an all-reduce left out is taken for that."""
+    minor: int | None = None
+    """Minor version of NCCL 2: tells how buffers are cut where no records do, as with sockets."""
     record: bool = False
     """Keep every message with what became of it: for files, not for live traffic."""
 
@@ -65,7 +68,8 @@ class Sorter:
         """In the order of their first message."""
         self.rings: list[Ring] = []
         self.transfers: list[Transfers] = []
-        self.rank_of: dict[int, int] = {}
+        self._ranks = Ranks(options.ring or tuple(range(options.ranks)))
+        self.rank_of = self._ranks.of
         """By index into the table of addresses, as far as known."""
         self.writes: list[Write] = []
         """All data messages, where a record is kept."""
@@ -146,7 +150,7 @@ class Sorter:
     def ring_of(self, connection: Connection) -> Ring | None:
         """The ring of a connection's sender."""
         for ring in self.rings:
-            if any(self._same(c.sender, connection.sender) for c in ring.channels):
+            if any(self._ranks.same(c.sender, connection.sender) for c in ring.channels):
                 return ring
         return None
 
@@ -174,7 +178,7 @@ class Sorter:
             if stream is None or row[writes.OPERATION] != WRITE:
                 self.ignored += 1
                 return None
-            if self._clear(row, stream, messages):
+            if number < TCP_STREAMS and self._clear(row, stream, messages):
                 return None
             connection = self._open(row, stream)
             if connection is None:
@@ -261,7 +265,8 @@ class Sorter:
         if self._options.record:
             copy = np.frombuffer(payload, np.uint8)
             self.records += [(Write(row, copy, [(0, length)]), record) for record in records]
-        self._name(source, destination, records[0])
+        self._ranks.record(source, destination, records[0])
+        self._index_rings()
         if connection.role is None and records[0].size != MAX_MESSAGE_BYTES:
             self._assign(connection, "ring")
         if connection.base is None and connection.floating:
@@ -270,38 +275,30 @@ class Sorter:
                 self._give(connection, write)
         return True
 
-    def _name(self, source: int, destination: int, record: cts.ClearToSend) -> None:
-        """The record names its receiver's rank, and that of its neighbour on the ring."""
-        if destination in self.rank_of:
-            return
-        ring = self._options.ring or tuple(range(self._options.ranks))
-        if record.tag not in ring:
-            return
-        self.rank_of[destination] = record.tag
-        if source not in self.rank_of and (
-            record.size != MAX_MESSAGE_BYTES or self._options.ranks == 2
-        ):
-            self.rank_of[source] = ring[(ring.index(record.tag) + 1) % len(ring)]
-        for one in self.rings:
-            if one.rank_index is None:
-                one.rank_index = self._ring_index(one.channels[0])
+    def name(self, address: int, rank: int) -> None:
+        """An address (index into the table of addresses) is of this rank."""
+        self._ranks.of[address] = rank
+        self._index_rings()
+
+    def _index_rings(self) -> None:
+        for ring in self.rings:
+            if ring.rank_index is None:
+                ring.rank_index = self._ring_index(ring.channels[0])
 
     def _ring_index(self, connection: Connection) -> int | None:
-        """Of the sender, where its rank is known, or that of its neighbour."""
-        ring = self._options.ring or tuple(range(self._options.ranks))
-        for end, behind in ((connection.sender, 0), (connection.receiver, 1)):
-            if end in self.rank_of:
-                return (ring.index(self.rank_of[end]) - behind) % len(ring)
-        return None
+        return self._ranks.index(connection.sender, connection.receiver)
 
     # ------------------------------------------------------------ connections
 
     def _pair(self, sender: int, receiver: int, port: int) -> Connection:
         connection = self._pairs.get((sender, receiver, port))
         if connection is None:
-            connection = Connection(sender, receiver, port)
-            self._pairs[sender, receiver, port] = connection
-            self.connections.append(connection)
+            connection = self._pairs[sender, receiver, port] = self._new(sender, receiver, port)
+        return connection
+
+    def _new(self, sender: int, receiver: int, port: int) -> Connection:
+        connection = Connection(sender, receiver, port)
+        self.connections.append(connection)
         return connection
 
     def _open(self, row: tuple[Any, ...], stream: tuple[int, int, int, int]) -> Connection | None:
@@ -311,6 +308,8 @@ class Sorter:
         source, destination, qp, port = stream
         rkey, va = row[writes.RKEY], row[writes.VA]
         connection = self._pairs.get((source, destination, port))
+        if row[writes.STREAM] >= TCP_STREAMS:
+            connection = self._new(source, destination, port)
         if connection is None or connection.data_qp not in (None, qp):
             beside = [
                 c
@@ -340,9 +339,10 @@ class Sorter:
             connection.keys.add(rkey)
 
     def _choose_role(self, connection: Connection, write: Write) -> None:
-        """A ring, unless the room told or the framing is that of a send/recv."""
+        """A ring, unless the room told or the framing is that of a send/recv. Of TCP connections
+        nothing tells."""
         size = connection.size
-        if write.flag or not write.length:
+        if write.flag or not write.length or connection.is_tcp:
             self._assign(connection, "ring")
         elif size is not None:
             is_transfer = _LL_ROOM < size <= RING_ROOM and write.protocol in (None, "Simple")
@@ -381,15 +381,11 @@ class Sorter:
 
     def _transfers_of(self, connection: Connection) -> Transfers:
         for transfers in self.transfers:
-            if self._same(transfers.connections[0].sender, connection.sender):
+            if self._ranks.same(transfers.connections[0].sender, connection.sender):
                 return transfers
         found = Transfers(self._expected, self._place, self._options.record)
         self.transfers.append(found)
         return found
-
-    def _same(self, a: int, b: int) -> bool:
-        """Whether two addresses are known to be of one rank."""
-        return a == b or (a in self.rank_of and self.rank_of[a] == self.rank_of.get(b))
 
 
 def _refuse(connection: Connection) -> None:

@@ -56,6 +56,10 @@ class Unpacker:
         return write
 
     def _framing(self, connection: Connection, write: Write) -> Framing | None:
+        if connection.is_tcp:
+            return (
+                self._by_content(connection, write) if write.has_head and write.has_line else None
+            )
         if not write.row[writes.HAS_HEAD]:
             # whatever the connection carries, if that is one protocol only
             known = set(connection.protocols.values())
@@ -71,6 +75,22 @@ class Unpacker:
             if found != "Simple":
                 self._placer.place(write.stream, write.rkey, FORMS[found])
         return found
+
+    def _by_content(self, connection: Connection, write: Write) -> Framing:
+        """Of a message that has no key: its flags must go on from those before."""
+        found, flag = protocol_of(write.data, write.ranges)
+        if connection.step is None:
+            is_flag = self._is_flag(connection, write, flag)
+        else:
+            psn = connection.courses[write.stream].psn
+            lost = 0 if psn is None else max(0, connection.numbers.after(write.psn, psn))
+            most = (
+                _NEAR + lost // 2
+            )  # a message is four bytes at least, and takes two steps at most
+            is_flag = 0 < flag - 1 - connection.step <= most
+        framing: Framing = found if is_flag else "Simple"
+        connection.protocols[FORMS[framing]] = framing
+        return framing
 
     def _is_flag(self, connection: Connection, write: Write, flag: int) -> bool:
         """Whether what looks like flags may be flags: a gradient of equal words looks so, too."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from everystep.tap.collectives import Expectations, Plan, plan_of
 from everystep.tap.connections import Connection
 from everystep.tap.inference import inferred
-from everystep.tap.pieces import PSN_COUNT
 from everystep.tap.schedule import Protocol, Schedule, ceil
 from everystep.tap.writes import Write
 
@@ -88,9 +87,20 @@ class Channels:
                     break
                 agreeing += found[0]
             else:
-                if agreeing:
+                if agreeing and not self._went_on(plans):
                     fitting.append((ring_index, plans))
         return fitting
+
+    def _went_on(self, plans: list[Plan]) -> bool:
+        """Whether a channel has sent what comes after these before another has begun: then they are
+        not of one all-reduce, for no rank ends one before all its channels have begun."""
+        begun, after = [], []
+        for connection, plan in zip(self.channels, plans, strict=False):
+            base, pending = connection.base or 0, connection.pending
+            own = (pending.get(base + place) for place in range(len(plan.lengths)))
+            begun += [min((write.frame for write in own if write is not None), default=0)]
+            after += [w.frame for w in (pending.get(base + len(plan.lengths)),) if w is not None]
+        return bool(after) and min(after) < max(begun)
 
     def ring_indices(self) -> list[int]:
         """Those that the sender may have."""
@@ -135,7 +145,10 @@ class Channels:
             offsets = self.channels[b].spans(plan.lengths)
             if base is None or psn is None or offsets is None:
                 return None
-            found[b] = base + len(plan.lengths), (psn + offsets[-1]) % PSN_COUNT
+            found[b] = (
+                base + len(plan.lengths),
+                (psn + offsets[-1]) % self.channels[b].numbers.count,
+            )
         return found
 
     def is_shown(self, schedule: Schedule) -> bool:
@@ -153,7 +166,8 @@ class Channels:
             after = connection.pending.get(base + len(lengths))
             if psn is None or offsets is None:
                 return False
-            if not there[-1] and (after is None or after.psn != (psn + offsets[-1]) % PSN_COUNT):
+            stop = (psn + offsets[-1]) % connection.numbers.count
+            if not there[-1] and (after is None or after.psn != stop):
                 return False
         return has_data
 

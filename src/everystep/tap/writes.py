@@ -37,6 +37,7 @@ OPERATION, FORM, HAS_IMMEDIATE, COMPLETE, HAS_HEAD, IS_SPLIT, IS_CHAIN = map(
 """Columns of a row of MESSAGE."""
 
 _MAX_BYTES = 1 << 24
+_LL128_LINE = 128
 _UNSPLIT_BYTES = 512
 """A longer write without an immediate waits for one (see pieces)."""
 
@@ -127,6 +128,13 @@ class Write:
         return int(self.row[PACKETS])
 
     @property
+    def has_line(self) -> bool:
+        """Whether enough of it is there to tell its protocol."""
+        return self.complete or any(
+            -(-start // _LL128_LINE) < stop // _LL128_LINE for start, stop in self.ranges
+        )
+
+    @property
     def is_split(self) -> bool:
         return bool(self.row[IS_SPLIT]) or self.is_tail
 
@@ -137,7 +145,12 @@ class Write:
         shift = self.offset % unit  # the data begins with the unit that the first byte is in
         data = np.zeros(-(-(shift + len(self.data)) // unit) * data_unit, np.uint8)
         taken = []
+        line = _LL128_LINE if form == LL128 else 16
         for start, stop in self.ranges:
+            start += -(start + shift) % line  # of TCP, a segment may begin and end anywhere
+            stop -= (stop + shift) % line
+            if start > stop:
+                continue
             flag, is_right = roce.unpack(form, self.data[start:stop], data, start + shift)
             if is_right and flag == (self.flag or flag):
                 self.flag = flag
@@ -179,7 +192,8 @@ class Write:
     def data_between(self, start: int, stop: int) -> Bytes:
         """The data of a present range of the wire, flags left out."""
         if self.protocol == "LL":
-            start, stop = start // 2, stop // 2
+            shift = self.offset % 16
+            start, stop = (start + shift) // 2, (stop + shift) // 2
         elif self.protocol == "LL128":
             shift = self.offset % 2048
             start, stop = -(-(start + shift) // 2048) * 1920, (stop + shift) // 2048 * 1920
@@ -194,6 +208,8 @@ class Write:
                 start, stop = -(-start // 16) * 8, stop // 16 * 8
             elif self.protocol == "LL128":
                 start, stop = -(-start // 2048) * 1920, stop // 2048 * 1920
+            else:  # whole elements
+                start, stop = -(-start // 4) * 4, stop if stop >= nbytes else stop // 4 * 4
             if start < min(stop, nbytes):
                 found.append((start, min(stop, nbytes)))
         return found
@@ -201,7 +217,7 @@ class Write:
     def data_offset(self) -> int:
         """Data bytes of the message before the first of `data`."""
         if self.protocol == "LL":
-            return self.offset // 2
+            return self.offset // 16 * 8
         if self.protocol == "LL128":
             return self.offset // 2048 * 1920
         return self.offset
@@ -212,10 +228,10 @@ def protocol_of(raw: Bytes, ranges: Sequence[tuple[int, int]]) -> tuple[Protocol
 
     Bytes of equal words look like LL; whether the flag goes on from message to message tells.
     """
-    for protocol, unit in (("LL128", 2048), ("LL", 16)):
+    for protocol, unit, line in (("LL128", 2048, _LL128_LINE), ("LL", 16, 16)):
         flags = []
         for start, stop in ranges:
-            start, stop = -(-start // unit) * unit, stop // unit * unit
+            start, stop = -(-start // line) * line, stop // line * line
             if start < stop:
                 flags.append(_flags(raw[start:stop], protocol))
         if len(raw) % unit == 0 and flags:
