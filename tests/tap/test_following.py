@@ -18,7 +18,7 @@ from tap import frames as f
 from waiting import until
 
 SOME = [f.ethernet(bytes([i]) * (40 + 7 * i), 0x88CC) for i in range(30)]
-DEADLINE_S = 20.0
+DEADLINE_S = 100.0
 
 FILES = {
     "pcap": f.pcap(SOME),

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
-from everystep.cli import main
+from everystep.cli import main, tap_stats
 from everystep.cli.tap_stats import Stats
 from everystep.cli.tap_watched import Watched
 from everystep.tap import live
+from everystep.tap.pieces import Frames
 from tap.generator import Job, Wire, mirrored, random_inputs
 from tap.gloo_wire import Group
 from tap.recording import frames_of
@@ -72,12 +75,39 @@ def test_what_is_counted(ranks: int) -> None:
     assert record.skipped["not IP"] == 1
 
 
+class Clock:
+    """Stands still until so many frames were taken, then goes on by three seconds: on a machine
+    that is slow, too, all of them come in time."""
+
+    def __init__(self, frames: int) -> None:
+        self._left, self._began_s = frames, time.monotonic()
+
+    def counted(self, take: Callable[[Watched, Frames], None]) -> Callable[[Watched, Frames], None]:
+        def counting(watched: Watched, frames: Frames) -> None:
+            take(watched, frames)
+            self._left -= len(frames.table)
+
+        return counting
+
+    def monotonic(self) -> float:
+        is_over = self._left <= 0 or time.monotonic() > self._began_s + 100.0
+        return 3.0 * is_over
+
+
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 @pytest.mark.parametrize("as_json", [True, False])
-def test_live(pair: tuple[str, str], as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_live(
+    pair: tuple[str, str],
+    as_json: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     a, b = pair
     frames = nccl(2)
+    clock = Clock(len(frames))
+    monkeypatch.setattr(tap_stats, "time", clock)
+    monkeypatch.setattr(Watched, "take", clock.counted(Watched.take))
     index = str(socket.if_nametoindex(a))
 
     def is_bound() -> bool:
