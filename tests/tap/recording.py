@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 
 import numpy as np
 
@@ -40,12 +39,7 @@ class Recorder:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._is_over = True
         self._thread.join()
         counted = self._socket.getsockopt(_SOL_PACKET, _STATISTICS, 8)

@@ -7,7 +7,6 @@ import select
 import stat
 import time
 from collections.abc import Iterator
-from types import TracebackType
 
 import numpy as np
 
@@ -57,12 +56,7 @@ class Followed:
     def __enter__(self) -> Followed:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

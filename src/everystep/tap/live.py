@@ -9,7 +9,6 @@ import select
 import socket
 import struct
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Protocol
 
 import numpy as np
@@ -157,12 +156,7 @@ class Live:
     def __enter__(self) -> Live:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
