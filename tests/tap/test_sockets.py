@@ -240,6 +240,15 @@ def test_other_connections_are_left_alone(tmp_path: Path) -> None:
     assert counts(reader)["foreign"] >= 1
 
 
+def test_a_stream_of_nothing_but_empty_messages_is_not_nccls() -> None:
+    made = SocketJob(Wire(mtu=60_000))
+    made.stream(made.sides[0, 0][0], bytes(1 << 20))
+    tracker = Tracker()
+    (messages,) = tracker.feed(Parser().parse(frames_of([p.frame for p in made.packets])))
+    assert not len(messages.table)
+    assert tracker.counts()["foreign"] == 1
+
+
 def test_garbage_is_bounded_and_gives_nothing() -> None:
     """Streams of NCCL's with sizes that are none, or the largest, or text; cut and changed."""
     draw = random.Random(0)

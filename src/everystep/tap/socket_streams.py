@@ -30,7 +30,8 @@ _SIZES = 4  # in a row, so that a place is taken for the beginning of a message
 _FIRST_SIZES = 8  # the same, where no message of the stream was seen before
 _FLAG_SIZES = 4  # so many does a message of LL count for
 _FLAG_LINES = 4  # if it has so many, all with its flag
-_MAX_EMPTY = 64  # messages in a row
+_MAX_EMPTY = 64  # messages in a row, where one is looked for
+_MOST_EMPTY = 4096  # that NCCL sends
 _MAX_PLACES = 1 << 16  # that are looked at
 _LEAST_LOOK = 4096
 _MOST_HUNTED = 2 * MAX_MESSAGE_BYTES
@@ -88,6 +89,7 @@ class Stream:
         self._stops: list[int] = []  # positions at which what a frame brought ends
         self._frames: list[int] = []
         self._look_at = 0
+        self._empty = 0  # messages in a row
 
     @property
     def found_bytes(self) -> int:
@@ -142,6 +144,8 @@ class Stream:
                 stop = taken + SIZE_BYTES + length
                 if stop > size and not final:
                     break
+                self._empty = 0 if length else self._empty + 1
+                self.is_foreign = self._empty > _MOST_EMPTY
                 yield self._message(taken, length)
                 taken = min(stop, size)
         taken = max(taken, self._too_much(taken))
@@ -277,8 +281,10 @@ class Stream:
         return frames[0], max(frames)
 
     def _gap_in(self, start: int, stop: int) -> tuple[int, int] | None:
-        for a, b in self._gaps:
-            if a < self._at + stop and self._at + start < b:
+        start, stop = self._at + start, self._at + stop
+        after = bisect_right(self._gaps, (start, stop))
+        for a, b in self._gaps[max(0, after - 1) : after + 1]:
+            if a < stop and start < b:
                 return a, b
         return None
 
