@@ -305,7 +305,7 @@ def test_ten_thousand_steps_leave_nothing_behind(zygote: Zygote, quick_path: Pat
     late, early = [row[7] for row in rows[-8:]], max(row[7] for row in rows[2:8])
     assert min(late) <= 2 * early and max(late) <= 4 * early, "the agent may be behind"
     lags = [row[8] for row in rows[10:]]  # it begins when the agent has torch
-    assert min(lags) <= 20 + 20, "it never catches up to within two writings"
+    assert min(lags[-8:]) <= max(lags[:8]), "what waits for the agent must not grow"
     assert max(lags) <= 1000, "memory for records is bounded"
     assert left <= rows[0][2]
     assert agents_of(run) == []
