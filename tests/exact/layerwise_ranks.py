@@ -21,6 +21,7 @@ from exact.matrix import STAGED
 from exact.ranks import Digests, difference, join, leave
 from exact.scenes import Scene, batch, seed_all
 from exact.zoo import Plain
+from patience import until_copied
 
 CHOSEN = {
     **{name: SCENES[name] for name in ("views", "top-k views", str(STAGED[0]))},
@@ -102,6 +103,7 @@ def _life(run: Path) -> dict[str, Any]:
     model = made.models["net"]
     optimizer = made.optimizers["optimizer"]
     strategy = Replica(persist_every=1, layerwise=True)
+    layerwise.Early.settle = until_copied  # type: ignore[method-assign]
     with agents_in_threads(), made.checkpointer(run, strategy=strategy, on_error="raise") as ck:
         ck.restore()
         for t in range(8):

@@ -29,6 +29,7 @@ from exact.test_deltas_stories import (
     ZeroesAfterwards,
     made,
 )
+from patience import until_copied
 
 EACH: Any = Replica(persist_every=1, slices=1, layerwise=True)
 """Every step is proved whole, and written."""
@@ -103,9 +104,10 @@ def test_sparse_gradients(case: Any, run_dir: Path) -> None:
 
 
 def test_copies_are_used_and_why_they_are_not_is_told(
-    run_dir: Path, caplog: pytest.LogCaptureFixture
+    run_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the log and in the statistics, once."""
+    monkeypatch.setattr(layerwise.Early, "settle", until_copied)
     scene = ClipsLater(1).scene()
     with scene.checkpointer(run_dir, strategy=EACH, retention=ALL) as ck:
         ck.restore()
