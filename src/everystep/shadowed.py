@@ -34,10 +34,9 @@ collectives."""
 
 
 def shadow_plan(options: Shadow) -> p.ShadowPlan:
-    """What an agent must know of a shadow."""
-    host, port = options.place()
+    """What an agent must know of the shadows of a run."""
     token_file = str(Path(options.token_file).absolute())
-    return p.ShadowPlan(host=host, port=port, token_file=token_file, tap=options.tap)
+    return p.ShadowPlan(places=options.places(), token_file=token_file, tap=options.tap)
 
 
 class Shadowed(Recorded):
@@ -59,7 +58,7 @@ class Shadowed(Recorded):
         self._newest = 0
         plan = shadow_plan(options)
         reason = unfit(objects.kinds) or elsewhere(objects.parameters)
-        if not is_loopback(plan.host) and not is_installed():
+        if not all(is_loopback(host) for host, _ in plan.places) and not is_installed():
             reason = "cryptography is not installed: pip install everystep[peers] on every host"
         if reason is None and options.tap == "wire":
             self.recorder = SampledRecorder

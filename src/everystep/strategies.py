@@ -242,9 +242,11 @@ class Shadow(Struct, frozen=True, kw_only=True):
     """
 
     address: str
-    """`host:port` on which the shadow listens; the host is an IP address (`[…]:port` for IPv6)."""
+    """`host:port` on which the shadow listens; the host is an IP address (`[…]:port` for IPv6).
+    Several with commas in between: shadows that split the ranks among them. All are started on one
+    directory, which their hosts share, and each must be reached from the others, too."""
     token_file: str
-    """A file with the secret by which the two know each other, the same as the shadow's: 64
+    """A file with the secret by which they know each other, the same as the shadow's: 64
     hexadecimal digits, readable by nobody else."""
     tap: Literal["wire", "software"] = "wire"
     """`wire`: the shadow sees a mirror of the port of one training host. `software`: it sees
@@ -259,7 +261,7 @@ class Shadow(Struct, frozen=True, kw_only=True):
     """As in `Full`."""
 
     def __post_init__(self) -> None:
-        self.place()  # checks it
+        self.places()  # checks them
         if self.tap not in ("wire", "software"):
             raise UsageError(f"Shadow(tap={self.tap!r}): neither 'wire' nor 'software'")
         _check_rest("Shadow", None, self.policy, self.slices, self.buffer_bytes)
@@ -270,13 +272,16 @@ class Shadow(Struct, frozen=True, kw_only=True):
         """Training may wait for this host's own agent, and never for the shadow."""
         return "block"
 
-    def place(self) -> tuple[str, int]:
-        """The IP address and the port.
+    def places(self) -> list[tuple[str, int]]:
+        """The IP address and the port of each shadow.
 
         Raises:
-            UsageError: it is no such address.
+            UsageError: one is no such address, or the same as another.
         """
-        return parse_place("Shadow(address=…)", self.address)
+        found = [parse_place("Shadow(address=…)", one) for one in self.address.split(",")]
+        if len({*found}) < len(found):
+            raise UsageError(f"Shadow(address={self.address!r}): the same shadow twice")
+        return found
 
     def full(self) -> Full:
         """How a state is taken that the shadow asks for."""

@@ -19,11 +19,12 @@ from byte_runs import TREE, NoSync
 from everystep.agent import client, mirror, process
 from everystep.agent import protocol as p
 from everystep.agent.client import Agent
-from everystep.agent.image import Image
+from everystep.agent.image import Image, SlotLayout
 from everystep.agent.process import Options, Process, is_there
 from everystep.agent.replica import Replica
 from everystep.agent.server import Server
 from everystep.errors import CannotRestore, Damaged
+from everystep.planning.partition import pieces_of
 from everystep.store.durable import SystemCalls
 from everystep.store.run import Run
 from faults import installed
@@ -123,6 +124,24 @@ class ByteMirror:
         tree = msgspec.json.encode(TREE)
         self._image = self._image.resealed(self.step, [], b"", tree, {"at": self.step})
         return self._image
+
+
+def image_of(begin: p.Begin, step: int) -> Image:
+    """A staged step of plain bytes."""
+    tensors = state(step)
+    specs = [one.spec for one in tensors]
+    layout = SlotLayout(1, specs, pieces_of(specs, 0, 1), 4096)
+    slot = memoryview(bytearray(layout.slot_bytes + 4096))  # an arena may be larger
+    layout.write_headers(slot)
+    seal = p.Seal(
+        slot=0, layout=1, step=step, created="", hashes={}, whole={}, rest=[], still=False,
+        tree=msgspec.json.encode(TREE), metrics={"at": step},
+    )  # fmt: skip
+    image = Image(begin, layout, seal, None, slot)
+    data = {one.key: one.data for one in tensors}
+    for key, view in image.memory().items():
+        view[:] = data[key]
+    return image
 
 
 def contents(image: Image) -> dict[str, bytes]:

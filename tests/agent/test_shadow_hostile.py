@@ -216,7 +216,7 @@ SESSIONS = {
     "a place of its own": (begin(timeline="../../evil"), "no sense"),
     "no rank": (begin(rank=7), "no sense"),
     "no wire": (
-        begin(shadow=p.ShadowPlan(host="127.0.0.1", port=1, token_file="", tap="wire")),
+        begin(shadow=p.ShadowPlan(places=[("127.0.0.1", 1)], token_file="", tap="wire")),
         "reads no network",
     ),
 }

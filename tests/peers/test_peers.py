@@ -13,15 +13,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from agent.replica_scenes import ByteMirror, byte_mirrors
+from agent.replica_scenes import ByteMirror, byte_mirrors, image_of
 from agent.scenes import begin_of, run_at, state
-from byte_runs import TREE, read_back, write_part
+from byte_runs import read_back, write_part
 from everystep import Peers as Options
 from everystep.agent import holder, link, pace
 from everystep.agent import protocol as p
 from everystep.agent import wire as w
 from everystep.agent.hosts import host, plan, rescue
-from everystep.agent.image import Image, SlotLayout
 from everystep.agent.link import Link
 from everystep.agent.pace import Pace
 from everystep.agent.peers import Peers
@@ -29,7 +28,6 @@ from everystep.agent.process import LOCK_SLOT
 from everystep.agent.relay import Bound, Relay
 from everystep.agent.rings import Queued
 from everystep.errors import StoreFailed, UsageError
-from everystep.planning.partition import pieces_of
 from everystep.store import addresses as at
 from everystep.store import local
 from everystep.store.format import LAST_STEP, LOCK_FILE
@@ -39,24 +37,6 @@ from everystep.types import StepRef
 from waiting import until
 
 DEADLINE_S = 60.0
-
-
-def image_of(begin: p.Begin, step: int) -> Image:
-    """A staged step."""
-    tensors = state(step)
-    specs = [one.spec for one in tensors]
-    layout = SlotLayout(1, specs, pieces_of(specs, 0, 1), 4096)
-    slot = memoryview(bytearray(layout.slot_bytes + 4096))  # an arena may be larger
-    layout.write_headers(slot)
-    seal = p.Seal(
-        slot=0, layout=1, step=step, created="", hashes={}, whole={}, rest=[], still=False,
-        tree=msgspec.json.encode(TREE), metrics={"at": step},
-    )  # fmt: skip
-    image = Image(begin, layout, seal, None, slot)
-    data = {one.key: one.data for one in tensors}
-    for key, view in image.memory().items():
-        view[:] = data[key]
-    return image
 
 
 class Owner:

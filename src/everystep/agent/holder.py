@@ -57,7 +57,8 @@ class Holder(ABC):
         self._threads: list[threading.Thread] = []
         self._own = threading.Lock()
         self._stop = threading.Event()
-        self._rescuing = 0
+        self._rescuing: list[Copy] = []
+        """What is being written in place of owners."""
         self._complains_s = 0.0
         """Not before then."""
 
@@ -214,7 +215,7 @@ class Holder(ABC):
             gone = [copy for copy in self._copies.values() if owned or not copy.is_owned]
             for copy in gone:
                 del self._copies[copy.begin.rank]
-            self._rescuing += len(gone)
+            self._rescuing += gone
         rescued: list[int] = []
 
         def rescue(copy: Copy) -> None:
@@ -226,7 +227,7 @@ class Holder(ABC):
                 self._say(logging.ERROR, told)
             finally:
                 with self._own:
-                    self._rescuing -= 1
+                    self._rescuing.remove(copy)
 
         threads = [threading.Thread(target=rescue, args=[copy], daemon=True) for copy in gone]
         for thread in threads:  # at once: they wait for each other

@@ -1,4 +1,4 @@
-"""What the agents of two hosts, and a trainer and a shadow, say to each other."""
+"""What the agents of two hosts, a trainer and a shadow, and two shadows say to each other."""
 
 from __future__ import annotations
 
@@ -85,6 +85,38 @@ class Shared(Struct, tag=True):
     step: int
 
 
+class Standing(Struct, tag=True, kw_only=True):
+    """Shadow, to the first one of its run: so are the copies that I hold."""
+
+    session: int
+    number: Annotated[int, Meta(ge=0, le=99_999)]
+    """Which shadow of the run it is."""
+    mark: str
+    """The newest of yours that I have found; before, nothing else of this holds."""
+    begun: _Count
+    """So many states have come."""
+    copies: _Count
+    """So many ranks have one."""
+    least: int
+    most: int
+    """The steps to which these go."""
+    over: bool
+    """The agents of all of them are gone."""
+
+
+class Agreed(Struct, tag=True, kw_only=True):
+    """First shadow: and so are all."""
+
+    mark: str
+    """A file of this name is in my directory, so in yours; empty: I know of no such session."""
+    complete: bool
+    """All shadows are there."""
+    write_at: int
+    """Each state is to be written at this step, too."""
+    least: int
+    over: bool
+
+
 class Rescue(Struct, tag=True):
     """Trainer: all ranks have stopped. Write the parts of those whose agents are gone."""
 
@@ -132,7 +164,8 @@ class Alive(Struct, tag=True):
 
 Message = (
     Challenge | Answer | Welcome | Keep | Base | Next | p.OpenLog | Ended | Kept | NotKept
-    | Share | Shared | Rescue | Rescued | ListSteps | StoredStep | GiveFile | File | Alive
+    | Share | Shared | Standing | Agreed | Rescue | Rescued | ListSteps | StoredStep | GiveFile
+    | File | Alive
 )  # fmt: skip
 
 decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)

@@ -42,13 +42,12 @@ class PeerPlan(Struct, kw_only=True):
 
 
 class ShadowPlan(Struct, kw_only=True):
-    """Where a shadow listens."""
+    """Where shadows listen."""
 
-    host: str
-    """An IP address."""
-    port: int
+    places: list[tuple[str, int]]
+    """Of rank r it is number r modulo their count."""
     token_file: str
-    """The path of the file with the secret by which both know each other."""
+    """The path of the file with the secret by which all know each other."""
     tap: Literal["wire", "software"]
     """Whether the shadow reads gradients off the network, or records hold them."""
     hosts: list[str] = []

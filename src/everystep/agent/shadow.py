@@ -14,23 +14,8 @@ from everystep.agent.copies import Copy
 from everystep.agent.holder import Holder, is_lost
 from everystep.agent.shadow_copy import GradientSource, Keeping, ShadowCopy
 from everystep.agent.shadow_store import Offers
+from everystep.agent.shadow_together import Together
 from everystep.errors import EverystepError, StoreFailed
-from everystep.store.format import LAST_STEP
-
-_SOON_STEPS = 4
-"""So many steps later no copy has come yet."""
-
-
-class _Together:
-    """How far the copies of all ranks go."""
-
-    def __init__(self, copies: Callable[[], Sequence[Copy]]) -> None:
-        self._copies = copies
-
-    def step(self, newest: int) -> int:
-        """The step; see `Beside.limit`."""
-        kept = [copy.kept for copy in self._copies() if isinstance(copy, ShadowCopy)]
-        return min((step for step in kept if step is not None), default=int(LAST_STEP))
 
 
 class Shadow(Holder):
@@ -64,7 +49,7 @@ class Shadow(Holder):
             binding = bytes.fromhex(certificate)
         super().__init__(token, context, binding, say)
         self._keeping, self._source = keeping, source
-        self._together = _Together(lambda: list(self._copies.values()))
+        self._together = Together(keeping.path, token, self._all_copies, say)
         self._bind(host, port, "give --listen an address of this host")
         self._rescues = threading.Lock()
         self._start_listening()
@@ -77,9 +62,13 @@ class Shadow(Holder):
     @property
     def kept(self) -> dict[int, int]:
         """The step to which each rank's copy goes, of the copies that there are."""
-        with self._own:
-            copies = [copy for copy in self._copies.values() if isinstance(copy, ShadowCopy)]
+        copies = self._all_copies()
         return {copy.begin.rank: copy.kept for copy in copies if copy.kept is not None}
+
+    def _all_copies(self) -> list[ShadowCopy]:
+        """Those that are being written before they go, too: the others must not pass them."""
+        copies = [*self._copies.values(), *self._rescuing]
+        return [copy for copy in copies if isinstance(copy, ShadowCopy)]
 
     # ------------------------------------------------------------ the threads
 
@@ -88,6 +77,9 @@ class Shadow(Holder):
         if isinstance(first, w.Keep):
             self._keep(first.begin, wire)
             return
+        while isinstance(first, w.Standing):
+            wire.send(self._together.answer(first))
+            first = wire.receive()
         if not isinstance(first, w.Rescue):
             raise StoreFailed("a message came out of turn", found=type(first).__name__)
         self._hear_owners()
@@ -119,7 +111,9 @@ class Shadow(Holder):
             if before is not None:
                 before.close()
             source = self._source if tap == "wire" else None
-            return ShadowCopy(self._keeping, begin, self._together, wire, source, self._say)
+            copy = ShadowCopy(self._keeping, begin, self._together, wire, source, self._say)
+            self._together.join(begin)
+            return copy
         except EverystepError as error:
             self._say(logging.ERROR, error.headline())
             wire.send(w.NotKept(error.headline()))
@@ -136,21 +130,10 @@ class Shadow(Holder):
         for other in others:
             if other is not copy:
                 other.rouse()  # it may be folded further now
-        if isinstance(message, w.Base):
-            self._persist_soon(copy.begin.world_size)
-
-    def _persist_soon(self, ranks: int) -> None:
-        """Have all ranks' states written at one step: they may have begun with different ones, of
-        which none is a step of the run."""
-        with self._own:
-            copies = [copy for copy in self._copies.values() if isinstance(copy, ShadowCopy)]
-        kept = [copy.kept for copy in copies if copy.kept is not None]
-        if len(kept) == ranks > 1:
-            for copy in copies:
-                copy.persist_at(max(kept) + _SOON_STEPS)
+        self._together.further(begun=isinstance(message, w.Base))
 
     def _must_rescue(self, copies: Sequence[Copy]) -> bool:
-        return all(map(is_lost, copies))
+        return all(map(is_lost, copies)) and self._together.is_over
 
     def _write_all(self) -> list[int]:
         with self._rescues:
@@ -161,5 +144,6 @@ class Shadow(Holder):
         self._write_all()
         self._stop_listening()
         self._end()
+        self._together.close()
         if self._source is not None:
             self._source.close()

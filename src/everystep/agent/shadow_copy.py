@@ -25,6 +25,7 @@ from everystep.errors import EverystepError, StoreFailed
 from everystep.store import format as fmt
 from everystep.store.backend import NewFile
 from everystep.store.local import LocalBackend
+from everystep.store.newest import Newest
 from everystep.store.retention import Retention
 from everystep.store.run import Run
 from everystep.types import StepRef, is_timeline
@@ -128,7 +129,10 @@ class ShadowCopy(Copy):
             begin, known=known, pinned=[], retention=Retention(keep_last=keeping.keep_last),
             shadow=None,
         )  # fmt: skip
-        super().__init__(keeping.path, begin, bound, wire)
+        self._others = bound
+        self._last: int | None = None
+        """What was the bound when training had ended."""
+        super().__init__(keeping.path, begin, self, wire)
         self._writer: Writer | None = None
         self._log: ShadowLog | None = None
         self._lock = contextlib.ExitStack()
@@ -136,6 +140,7 @@ class ShadowCopy(Copy):
         """The step to which it can go; None: there is no state."""
         self.stored: int | None = None
         """The newest step that is on the store."""
+        self._is_paused = False
 
     def begin_from(self, base: w.Base) -> None:
         """See `Copy.begin_from`."""
@@ -154,7 +159,10 @@ class ShadowCopy(Copy):
             self._log = ShadowLog(backend, self.begin, self._guard, self._say, every)
         with self._guard:
             self._writer.slots = slots
-            replica.take(p.Persist(self._keeping.persist_every))
+            replica.take(p.Persist(0 if self._is_paused else self._keeping.persist_every))
+        if self.begin.world_size > 1:  # what an earlier copy of this rank has told is over
+            begin = self.begin
+            Newest(backend, begin.session, begin.rank, begin.world_size).forget_own()
         self.kept = base.seal.step
 
     def _first(self, image: Image) -> Slot[Image]:
@@ -168,7 +176,7 @@ class ShadowCopy(Copy):
     def _received(self, queued: Queued, data: memoryview) -> None:
         super()._received(queued, data)
         if self._log is not None:
-            self._log.add(queued, data)
+            self._log.add(queued, data, is_paused=self._is_paused)
 
     def _whole(self, record: p.Record, data: memoryview, opened: p.OpenLog) -> memoryview:
         if self._source is None:
@@ -195,6 +203,18 @@ class ShadowCopy(Copy):
             if self._replica is not None:
                 self._replica.persist_at(step)
 
+    def step(self, newest: int) -> int:
+        """See `Limit`. Copies that have been written go, and hold back nobody: so it is not asked
+        any more where all are about to agree on the last step."""
+        return self._others.step(newest) if self._last is None else self._last
+
+    def pause(self, *, on: bool) -> None:
+        """Write nothing before training ends, or (`on=False`) as usual again."""
+        with self._guard:
+            self._is_paused = on
+            if self._replica is not None:
+                self._replica.take(p.Persist(0 if on else self._keeping.persist_every))
+
     # ------------------------------------------------------------ the end
 
     def rescue(self) -> bool:
@@ -202,6 +222,7 @@ class ShadowCopy(Copy):
         replica, slots, writer = self._replica, self._slots, self._writer
         if replica is None or slots is None or writer is None or not self.is_there:
             return False
+        self._last = self._others.step(0)
         try:
             self._drain(replica, slots, writer)
         finally:

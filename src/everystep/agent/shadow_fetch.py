@@ -1,4 +1,4 @@
-"""The trainer's part in a shadow at a restart: has it write what it holds, and gets that."""
+"""The trainer's part in shadows at a restart: has them write what they hold, and gets that."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from everystep.agent import protocol as p
 from everystep.agent import wire as w
-from everystep.agent.shadow_link import connected
+from everystep.agent.shadow_link import connected, in_words
 from everystep.agent.shadow_store import PIECE_BYTES, restorable, session_of
-from everystep.errors import EverystepError, Missing, NotARun, StoreFailed
+from everystep.errors import Missing, NotARun, StoreFailed
 from everystep.store import format as fmt
+from everystep.store.addresses import read_secret
 from everystep.store.backend import Backend, NewFile
 from everystep.store.logformat import parse_log_path
 from everystep.store.run import Run
@@ -22,46 +24,66 @@ from everystep.types import StepRef
 _log = logging.getLogger("everystep")
 
 WRITES_S = 600.0
-"""For so long a restart waits for the shadow to write what it holds."""
+"""For so long a restart waits for each shadow to write what it holds."""
+
+_LOOK_S = 0.05
 
 
 def fetch(backend: Backend, plan: p.ShadowPlan, step: int | StepRef | None = None) -> None:
-    """Have the newest step of a shadow in the trainer's store, if it is newer than what is there.
-    Call it on one rank, when all have stopped training, and before the run is opened: a directory
-    that is empty becomes the shadow's run. Where there is no shadow, that is said.
+    """Have the newest step of the shadows in the trainer's store, if it is newer than what is
+    there. Call it on one rank, when all have stopped training, and before the run is opened: a
+    directory that is empty becomes the shadows' run. Where there is no shadow, that is said.
 
     Args:
         step: have this one, too, if it is not there.
 
     Raises:
         StoreError: the store refuses.
-        StoreFailed: the shadow holds another run.
+        StoreFailed: the shadows hold another run.
     """
-    wire: w.Wire | None = None
+    token = read_secret(Path(plan.token_file))
+    with contextlib.ExitStack() as stack:
+        wires: list[tuple[str, w.Wire]] = []
+        for place in plan.places:
+            with _said(in_words(place)):
+                wire = connected(place, token)
+                stack.callback(wire.close)
+                wire.send(w.Rescue())  # all at once: they wait for each other
+                wires.append((in_words(place), wire))
+        for name, wire in _settled(wires):  # they have one directory: any gives all
+            with _said(name):
+                _get(wire, backend, w.ListSteps())
+                if isinstance(step, StepRef):
+                    _get(wire, backend, w.ListSteps(step.step, step.timeline))
+                elif step is not None:
+                    _get(wire, backend, w.ListSteps(step))
+                return
+
+
+@contextlib.contextmanager
+def _said(name: str) -> Iterator[None]:
+    """What ends the talk with a shadow is said."""
     try:
-        wire = connected(plan)
-        _settle(wire)
-        _get(wire, backend, w.ListSteps())
-        if isinstance(step, StepRef):
-            _get(wire, backend, w.ListSteps(step.step, step.timeline))
-        elif step is not None:
-            _get(wire, backend, w.ListSteps(step))
+        yield
     except (OSError, EOFError) as error:
-        told = error.headline() if isinstance(error, EverystepError) else repr(error)
-        _log.error("the shadow at %s:%s gives nothing: %s", plan.host, plan.port, told)
-    finally:
-        if wire is not None:
-            wire.close()
+        _log.error("%s gives nothing: %r", name, error)
 
 
-def _settle(wire: w.Wire) -> None:
-    wire.send(w.Rescue())
+def _settled(wires: list[tuple[str, w.Wire]]) -> list[tuple[str, w.Wire]]:
+    """Those that have written what they hold; the last one first, which has just been heard."""
+    found: list[tuple[str, w.Wire]] = []
     ends_s = time.monotonic() + WRITES_S
-    while time.monotonic() < ends_s:
-        if wire.has_come(w.ALIVE_S):
-            _expect(wire, w.Rescued)
-            return
-    raise EOFError("it has not written what it holds")
+    while wires:
+        for name, wire in list(wires):
+            with _said(name):
+                if wire.has_come(_LOOK_S):
+                    wires.remove((name, wire))
+                    _expect(wire, w.Rescued)
+                    found.insert(0, (name, wire))
+                elif time.monotonic() > ends_s:
+                    wires.remove((name, wire))
+                    raise EOFError("it has not written what it holds")
+    return found
 
 
 def _get(wire: w.Wire, backend: Backend, asked: w.ListSteps) -> None:

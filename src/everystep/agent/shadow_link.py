@@ -35,15 +35,22 @@ _PATIENCE_S = 10.0
 """Where there is no shadow for so long, it is said."""
 
 
-def connected(plan: p.ShadowPlan) -> w.Wire:
+def connected(place: tuple[str, int], token: bytes) -> w.Wire:
     """A connection to a shadow.
 
     Raises:
-        OSError, EOFError, EverystepError: there is none, or it does not know the secret.
+        OSError, EOFError, StoreFailed: there is none, or it does not know the secret.
     """
-    certificate = None if w.is_loopback(plan.host) else w.UNKNOWN
-    address = at.Address(rank=0, host=plan.host, port=plan.port, certificate=certificate, holds=[])
-    return w.connected(address, at.read_secret(Path(plan.token_file)))
+    host, port = place
+    certificate = None if w.is_loopback(host) else w.UNKNOWN
+    address = at.Address(rank=0, host=host, port=port, certificate=certificate, holds=[])
+    return w.connected(address, token)
+
+
+def in_words(place: tuple[str, int]) -> str:
+    """A shadow, for the user."""
+    host, port = place
+    return f"the shadow at {host}:{port}"
 
 
 class Teller:
@@ -68,10 +75,13 @@ class Teller:
         wake: Callable[[], None],
     ) -> None:
         self._rings, self._guard, self._tell, self._wake = rings, guard, tell, wake
-        self._place = f"the shadow at {plan.host}:{plan.port}"
-        self._link = Link(
-            self._place, begin, lambda: connected(plan), Pace(None), guard, self._say, ends=False
-        )
+        place = plan.places[begin.rank % len(plan.places)]
+        self._place = in_words(place)
+
+        def connect() -> w.Wire:
+            return connected(place, at.read_secret(Path(plan.token_file)))
+
+        self._link = Link(self._place, begin, connect, Pace(None), guard, self._say, ends=False)
         self._waiting: collections.deque[Queued] = collections.deque()
         self._base: Base | None = None
         self._given = self._passed = -1

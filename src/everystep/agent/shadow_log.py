@@ -49,9 +49,12 @@ class ShadowLog:
         with guard:
             self._logger.take(p.Persist(every))
 
-    def add(self, queued: Queued, data: memoryview) -> None:
+    def add(self, queued: Queued, data: memoryview, *, is_paused: bool) -> None:
         """Append this one, too, if it leads on from what can be restored."""
         record = queued.record
+        if is_paused:
+            self._leave_out(record.step, "a shadow of the run is not there")
+            return
         if not self._is_whole and (record.step - 1) % self._every:
             return
         if self._waiting_bytes + len(data) > max(LEAST_BYTES, 4 * len(data)):

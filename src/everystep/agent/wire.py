@@ -30,6 +30,7 @@ from everystep.agent.certificates import client_context
 from everystep.agent.channel import MAX_MESSAGE_BYTES
 from everystep.agent.peer_messages import (
     NONCE_BYTES,
+    Agreed,
     Alive,
     Answer,
     Base,
@@ -46,6 +47,7 @@ from everystep.agent.peer_messages import (
     Rescued,
     Share,
     Shared,
+    Standing,
     StoredStep,
     Welcome,
     decoder,
@@ -58,6 +60,7 @@ __all__ = [
     "GREETING_S",
     "SILENT_S",
     "UNKNOWN",
+    "Agreed",
     "Alive",
     "Answer",
     "Base",
@@ -75,6 +78,7 @@ __all__ = [
     "Rescued",
     "Share",
     "Shared",
+    "Standing",
     "StoredStep",
     "Welcome",
     "Wire",

@@ -52,7 +52,11 @@ class Held(Struct):
 
 def shadow(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A directory of its own: the states go there.")
+        Path,
+        typer.Argument(
+            metavar="RUN",
+            help="A directory of its own: the states go there. Shadows that split a run share one.",
+        ),
     ],
     listen: Annotated[
         str, typer.Option("--listen", metavar="HOST:PORT", help="An IP address of this host.")

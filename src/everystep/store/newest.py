@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import secrets
 
 import msgspec
 from msgspec import Struct
@@ -25,6 +26,8 @@ _TOKEN = re.compile(rf"{FOLDER}/token-s([0-9]{{6,9}})")
 """See `addresses`."""
 _BALLOT = re.compile(rf"{FOLDER}/ballot-s([0-9]{{6,9}})-r([0-9]{{5}})of([0-9]{{5}})\.json")
 """See `ballots`."""
+_MARK = re.compile(rf"{FOLDER}/shadow-[0-9a-f]{{32}}")
+"""By which shadows of one run know that they share a directory."""
 _MAX_BYTES = 1 << 10
 
 
@@ -37,7 +40,17 @@ class _Told(Struct):
 def is_ours(name: str) -> bool:
     """Whether a file of this name is one of those that agents leave for each other."""
     found = _NAME.fullmatch(name) or parse_address(name) or parse_token(name) or parse_ballot(name)
-    return found is not None
+    return found is not None or is_mark(name)
+
+
+def is_mark(name: str) -> bool:
+    """Whether a file of this name is the mark of a shadow."""
+    return _MARK.fullmatch(name) is not None
+
+
+def new_mark() -> str:
+    """The name of a mark that nobody has made."""
+    return f"{FOLDER}/shadow-{secrets.token_hex(16)}"
 
 
 def parse_ballot(name: str) -> tuple[int, int] | None:
@@ -136,6 +149,11 @@ class Newest:
             self._told = None
             with contextlib.suppress(StoreError):
                 self._backend.delete(self._own)
+
+    def forget_own(self) -> None:
+        """Remove what this rank has told in this session, through another object."""
+        with contextlib.suppress(StoreError):
+            self._backend.delete(self._own)
 
     def forget_earlier(self) -> None:
         """Remove what this rank has told before, in this session or earlier ones."""
