@@ -213,9 +213,9 @@ class Holder(ABC):
         """
         with self._own:
             gone = [copy for copy in self._copies.values() if owned or not copy.is_owned]
+            self._rescuing += gone  # first: whoever reads both misses none
             for copy in gone:
                 del self._copies[copy.begin.rank]
-            self._rescuing += gone
         rescued: list[int] = []
 
         def rescue(copy: Copy) -> None:

@@ -67,7 +67,7 @@ class Shadow(Holder):
 
     def _all_copies(self) -> list[ShadowCopy]:
         """Those that are being written before they go, too: the others must not pass them."""
-        copies = [*self._copies.values(), *self._rescuing]
+        copies = {*self._copies.values(), *self._rescuing}
         return [copy for copy in copies if isinstance(copy, ShadowCopy)]
 
     # ------------------------------------------------------------ the threads

@@ -199,9 +199,9 @@ class Together:
             self._write(max(word.most for word in all_told) + _SOON_STEPS)
 
     def _write(self, step: int) -> None:
-        self._write_at = step
         for copy in self._copies():
             copy.persist_at(step)
+        self._write_at = step
 
     def _rouse(self) -> None:
         for copy in self._copies():
@@ -281,16 +281,16 @@ class Together:
             if is_complete:
                 self._alone_s = time.monotonic()
                 if since_s is None:
-                    self._say(logging.INFO, "all shadows of the run are there")
                     self._pause()
+                    self._say(logging.INFO, "all shadows of the run are there")
             elif since_s is not None and self._copies():
                 if time.monotonic() < since_s + _HOLDS_S:
                     return
                 self._alone_s = None
-                told = "not all shadows of the run are there: no step is written until they are"
-                self._say(logging.ERROR, told)
                 self._pause()
                 self._rouse()
+                told = "not all shadows of the run are there: no step is written until they are"
+                self._say(logging.ERROR, told)
 
     def _pause(self) -> None:
         for copy in self._copies():
