@@ -495,6 +495,19 @@ def test_words_that_count_for_nothing(made: Made) -> None:
     assert all(scene.folded(owner) == 1 for owner in scene.of(0))  # as it was told
 
 
+def test_one_that_ends_answers_no_more(made: Made) -> None:
+    """Another would ask for ever, and it would wait for that connection to end."""
+    scene = made()
+    with caller(scene) as wire:
+        wire.send(standing())
+        wire.receive()
+        scene.shadows[0]._stop.set()
+        with pytest.raises((EOFError, OSError)):
+            for _ in range(3):
+                wire.send(standing())
+                wire.receive()
+
+
 def framed(message: Any) -> bytes:
     content = msgspec.msgpack.encode(message)
     return struct.pack("<Q", len(content)) + content

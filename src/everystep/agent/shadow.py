@@ -79,6 +79,8 @@ class Shadow(Holder):
             return
         while isinstance(first, w.Standing):
             wire.send(self._together.answer(first))
+            if self._stop.is_set():  # the other would go on for ever
+                return
             first = wire.receive()
         if not isinstance(first, w.Rescue):
             raise StoreFailed("a message came out of turn", found=type(first).__name__)
