@@ -17,7 +17,7 @@ from netns.said import folded, last, proved, stored, told, trained
 from waiting import until
 from zygote import Child, Zygote
 
-SIZE, FEW, DEADLINE_S = 2, 20, 60.0
+SIZE, FEW, DEADLINE_S = 2, 20, 240.0
 
 
 class Scene:
@@ -112,7 +112,8 @@ def test_a_run_is_had_again_from_its_shadows(
         assert restored["step"] > FEW
         assert restored["whole"] == before[restored["step"]]
     lives = [trained(tmp_path / f"1-{r}") | trained(tmp_path / f"2-{r}") for r in range(size)]
-    had = scene.folded(upto=restored["step"])
+    # more than two ranks may go on with other buckets, so to other bits than before
+    had = scene.folded(upto=restored["step"] if size > 2 else 10**6)
     assert proved(had, lives) > (0 if shadows > 1 else FEW)
     logged = stored(tmp_path / "shadow", size, every=8 if shadows > 1 else 1)
     assert restored["step"] in logged
