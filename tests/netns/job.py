@@ -77,6 +77,9 @@ class Job:
     def __init__(self, rank: int) -> None:
         torch.manual_seed(7)
         self.model = nn.parallel.DistributedDataParallel(Gpt())
+        self._prepare(rank)
+
+    def _prepare(self, rank: int) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 500)
         torch.manual_seed(100 + rank)
@@ -114,6 +117,26 @@ class Job:
         return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
 
 
+class Small(Job):
+    """A model whose gradients go in three buckets, none of which divides evenly; with clipping."""
+
+    def __init__(self, rank: int) -> None:
+        torch.manual_seed(7)
+        net = nn.Sequential(
+            nn.Linear(40, 120), nn.BatchNorm1d(120), nn.Tanh(), nn.Linear(120, 120), nn.Tanh(),
+            nn.Linear(120, 7),
+        )  # fmt: skip
+        self.model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.03)
+        self._prepare(rank)
+
+    def step(self, noise: float = 0.0) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(8, 40)).square().mean().backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
+        self.optimizer.step()
+        self.schedule.step()
+
+
 def digest(tensor: torch.Tensor) -> str:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return xxhash.xxh3_128_hexdigest(data)
@@ -133,6 +156,7 @@ def train(
     noisy_from: int = 1 << 60,
     leaves_at: int | None = None,
     further: bool = False,
+    small: bool = False,
 ) -> None:
     """Train from what there is to `steps` steps; tells a line of JSON for each.
 
@@ -144,24 +168,25 @@ def train(
         noisy_from: the step from which on numbers are added to gradients.
         leaves_at: the step at which this rank finds that the shadow is of no use.
         further: train so many steps more than there are.
+        small: a model of which a step is a hundred packets.
     """
     if host is not None:
         move_to(host)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
-    job = Job(rank)
+    job = Small(rank) if small else Job(rank)
     strategy = Shadow(address=address, token_file=token_file, tap=tap, slices=1)
     ck = Checkpointer(
         run, model=job.model, optimizer=job.optimizer, extras={"schedule": job.schedule},
         strategy=strategy, retention=Retention(keep_last=2),
     )  # fmt: skip
     done = ck.restore()
-    _tell("restored", done, whole=job.whole())
+    tell("restored", done, whole=job.whole())
     for step in range(done + 1, steps + done * further + 1):
         select.select([], [], [], pace_s)
         job.step(0.1 if step >= noisy_from else 0.0)
         session: Any = ck._session
-        _tell(  # a process that is killed may have stored a step and not said so otherwise
+        tell(  # a process that is killed may have stored a step and not said so otherwise
             "step", step, whole=job.whole(), digests=job.digests(),
             strategy=type(ck.strategy).__name__, in_shadow=getattr(session, "in_shadow", None),
         )  # fmt: skip
@@ -169,12 +194,13 @@ def train(
             session._fall_back("one rank says so")
         ck.step()
     ck.close()
-    _tell("closed", steps)
+    tell("closed", steps)
     del job, ck
     dist.destroy_process_group()
 
 
-def _tell(what: str, step: int, **more: object) -> None:
+def tell(what: str, step: int, **more: object) -> None:
+    """A line of JSON to whoever started this process."""
     line = json.dumps({"what": what, "step": step, **more}) + "\n"
     os.write(1, line.encode())  # in one: several threads tell
 
@@ -231,12 +257,12 @@ def shadow(
             for key, tensor in self._folding.tensors.items()
             if key.startswith(("/models/", "/optimizers/"))
         }
-        _tell("folded", self.step, rank=self._image.begin.rank, digests=its)
+        tell("folded", self.step, rank=self._image.begin.rank, digests=its)
 
     Mirror.fold = fold  # type: ignore[method-assign]
 
     def say(level: int, text: str) -> None:
-        _tell("said", 0, level=level, text=text)
+        tell("said", 0, level=level, text=text)
 
     ended: list[int] = []
     reader, writer = os.pipe()
@@ -259,11 +285,11 @@ def shadow(
         ),
         address, port, at.read_secret(Path(token_file)), source, say,
     )  # fmt: skip
-    _tell("listens", one.port)
+    tell("listens", one.port)
     while not ended:
         select.select([reader], [], [], 60.0)
     one.close()
-    _tell("ended", 0)
+    tell("ended", 0)
 
 
 def capture(host: str, interface: str, path: str) -> None:

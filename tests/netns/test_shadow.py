@@ -196,6 +196,32 @@ def test_what_the_mirror_loses_is_asked_for(
     assert last(scene.out(1, 0))["strategy"] == "Shadow"
 
 
+def test_a_damaged_mirror_costs_steps_and_never_gives_a_wrong_one(
+    all_hosts: list[Host], run_dir: Path, tmp_path: Path
+) -> None:
+    """Packets come twice, late, cut, changed or not at all, by way of a pipe; then they do not, and
+    the shadow is exact again by itself."""
+    scene, pipe = Scene(all_hosts, 2, run_dir, tmp_path), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    between = scene.watching.start(
+        "netns.damage.stand_between", tmp_path / "between", interface=mirror.INTERFACE,
+        path=str(pipe), seed=1,
+    )  # fmt: skip
+    scene.watch(interface=None, capture=str(pipe))
+    scene.train(1, ENDLESS, small=True, pace_s=0.05)
+    scene.until_in_shadow(SOON, DEADLINE_S)
+    before = scene.not_seen()
+    between.kill(signal.SIGUSR1)
+    until(lambda: scene.not_seen() > before + 1, DEADLINE_S, "something to be damaged")
+    between.kill(signal.SIGUSR1)
+    for more in (0, 20):  # with a new state, and from there off the wire
+        scene.until_in_shadow(last(scene.out(1, 0))["step"] + more, DEADLINE_S)
+    scene.kill()
+    scene.end()
+    assert proved(folded(scene.shadow_out), scene.lives()) > 20
+    assert last(scene.out(1, 0))["strategy"] == "Shadow"
+
+
 def test_steps_are_had_out_of_a_capture_that_is_being_written(
     all_hosts: list[Host], run_dir: Path, tmp_path: Path
 ) -> None:

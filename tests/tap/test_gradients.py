@@ -94,9 +94,9 @@ def test_a_capture_that_begins_in_the_middle(ranks: int) -> None:
     packets, told, truth = job(ranks)
     for start in range(40, len(packets), len(packets) // 9):
         gradients = gradients_of(ranks)
-        gradients.tell(REBUILT)
         gradients.expect(0, told[0][0][0], through=told[0][1])
         gradients.forget(0)  # a full state of that step
+        gradients.tell(REBUILT)
         rest = {step: told[step] for step in [*told][1:]}
         found = followed(gradients, packets[start:], rest, truth)
         first = found.exact[0] if found.exact else len(told)
@@ -262,6 +262,25 @@ def test_a_lost_step_is_left_behind_after_a_full_one() -> None:
     assert 1 <= len(lacking) <= 3
     gradients.forget(9)
     assert gradients.counts()["waiting"] <= 2  # what came after the last step
+
+
+def test_buckets_become_certain_though_every_step_is_lost_and_forgotten() -> None:
+    gradients = gradients_of(2)
+    for step in range(4):
+        assert not gradients.are_buckets_certain
+        gradients.expect(step, REBUILT, through=10 * step)
+        assert isinstance(gradients.take(step, is_over=True), Lacking)
+        gradients.forget(step)
+    assert gradients.are_buckets_certain
+
+
+def test_wrong_checksums_are_told_as_the_reason() -> None:
+    packets, told, truth = job(2, 3)
+    wrong = [packet[:-1] + bytes([packet[-1] ^ 1]) for packet in packets]
+    gradients = gradients_of(2, reassembler=Reassembler(checksums=True))
+    found = followed(gradients, wrong, told, truth)
+    assert all("wrong TCP checksum" in lacking.what for lacking in found.lacking.values())
+    assert [*found.lacking] == [*truth]
 
 
 def test_flipped_bits_are_found_by_twins_or_left_to_the_caller() -> None:

@@ -211,6 +211,19 @@ def test_checksums_are_checked_where_asked() -> None:
     assert reader.reassembler.counts()["bad_checksums"] == 1
 
 
+def test_a_checksum_that_is_not_filled_in_yet_is_none_that_is_wrong() -> None:
+    """On a virtual interface the sum of the pseudo-header stands in its place."""
+    frame = bytearray(data_segment(0, TEXT[:99]))
+    tcp = bytes(frame[34:])
+    pseudo = sum(struct.unpack(">6H", frame[26:34] + struct.pack(">HH", 6, len(tcp))))
+    frame[50:52] = struct.pack(">H", pseudo % 0xFFFF)
+    assert Reader(checksums=True).feed(bytes(frame)).stream == TEXT[:99]
+    frame[51] ^= 1
+    reader = Reader(checksums=True).feed(bytes(frame))
+    assert reader.opened == []
+    assert reader.reassembler.counts()["bad_checksums"] == 1
+
+
 def test_checksums_of_ipv6_behind_extension_headers() -> None:
     source, destination = bytes(15) + b"\1", bytes(15) + b"\2"
     tcp = struct.pack(">HHIIBBHHH", *PORTS, START, 0, 0x50, ACK, 512, 0, 0) + b"abc"

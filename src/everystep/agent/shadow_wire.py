@@ -23,11 +23,13 @@ from everystep.tap.gradients import Gradients, Lacking
 from everystep.tap.live import Mirror
 from everystep.tap.packets import Parser
 from everystep.tap.reduced import Reader
-
-WAIT_S = 3.0
-"""What has not been seen so long after its record has come was not mirrored."""
+from everystep.tap.tcp import Reassembler
 
 _LOOK_S = 0.05
+
+_MOST_FRUITLESS = 2
+"""After so many states in a row that no step led on from, reading begins anew: what was damaged may
+have led a stream astray for as long as it lasts."""
 
 _MOST_KEPT = 16
 """Steps whose gradients wait for a rank that needs its part of them."""
@@ -40,15 +42,24 @@ class WireSource:
         mirror: where frames come from; it is closed in the end.
         say: takes sentences for the user, and how urgent they are.
         budget_bytes: of reduced buffers that wait for their records.
+        wait_s: what has not been seen so long after its record has come was not mirrored.
     """
 
     def __init__(
-        self, mirror: Mirror, say: Callable[[int, str], None], budget_bytes: int = 8 << 30
+        self,
+        mirror: Mirror,
+        say: Callable[[int, str], None],
+        budget_bytes: int = 8 << 30,
+        wait_s: float = 3.0,
     ) -> None:
         self._mirror, self._say, self._budget_bytes = mirror, say, budget_bytes
+        self._wait_s = wait_s
         self._changed = threading.Condition()
         self._gradients: Gradients | None = None
         self._session: tuple[int, int] | None = None
+        self._hosts: dict[str, int] | None = None
+        self._fruitless = 0
+        """So many states in a row were needed, with no step between that was seen."""
         self._buckets: list[Bucket] = []
         self._newest = -1
         """The newest step that was told."""
@@ -70,19 +81,33 @@ class WireSource:
                 return
             self._session, self._newest, self._lost = (session, ranks), -1, None
             self._buckets = []
-            self._found.clear()
-            self._told.clear()
-            parser = Parser()
             places = {host: rank for rank, host in enumerate(hosts)}
-            decoder = Gloo(parser, ranks=ranks, hosts=places if len(places) == ranks else None)
-            self._gradients = Gradients(Reader(parser, decoder), budget_bytes=self._budget_bytes)
+            self._hosts = places if len(places) == ranks else None
+            self._found.clear()
+            self._gradients = self._read_anew(ranks)
+
+    def _read_anew(self, ranks: int) -> Gradients:
+        """Read as if nothing had been seen before."""
+        self._told.clear()
+        self._fruitless = 0
+        parser = Parser()
+        decoder = Gloo(
+            parser, ranks=ranks, hosts=self._hosts, reassembler=Reassembler(checksums=True)
+        )
+        return Gradients(Reader(parser, decoder), budget_bytes=self._budget_bytes)
 
     def begin_from(self, step: int) -> None:
         """See `GradientSource.begin_from`."""
         with self._changed:
-            if self._lost is not None and self._lost <= step and self._gradients is not None:
-                self._gradients.forget(self._lost)
-                self._lost = None
+            gradients, session = self._gradients, self._session
+            if self._lost is None or self._lost > step or gradients is None or session is None:
+                return
+            gradients.forget(self._lost)
+            self._lost = None
+            self._fruitless += 1
+            if self._fruitless >= _MOST_FRUITLESS and gradients.are_buckets_certain:
+                self._gradients = self._read_anew(session[1])
+                self._gradients.tell(self._buckets)
 
     def whole(
         self, record: p.Record, data: memoryview, layout: bytes, alive: Callable[[], None]
@@ -113,12 +138,12 @@ class WireSource:
         self._gradients.expect(step, self._buckets, through=told.through)
 
     def _with_gradients(self, delta: Delta, layout: Layout, alive: Callable[[], None]) -> Delta:
-        ends_s = time.monotonic() + WAIT_S
+        ends_s = time.monotonic() + self._wait_s
         while True:
             with self._changed:
                 if self._is_behind:  # what is on its way here may have been seen in time
-                    ends_s = time.monotonic() + WAIT_S
-                is_over = self._is_over or time.monotonic() > ends_s
+                    ends_s = time.monotonic() + self._wait_s
+                is_over = self._is_over or time.monotonic() >= ends_s
                 taken, is_new = self._take(delta.step, is_over=is_over)
                 if taken is None:
                     self._changed.wait(_LOOK_S)
@@ -132,10 +157,11 @@ class WireSource:
             with self._changed:
                 if found is not None:
                     self._keep(delta.step, taken)
+                    self._fruitless = 0
                     return found
                 if not is_new:  # it was right for another rank
                     raise Unexplained("gradients are not what was seen", step=delta.step)
-                if self._gradients is not None and delta.step not in self._found:
+                if self._gradients is not None and delta.step in self._told:
                     self._gradients.wrong(delta.step)
 
     def _take(self, step: int, *, is_over: bool) -> tuple[ByParameter | Lacking | None, bool]:

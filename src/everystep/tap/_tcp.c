@@ -455,7 +455,16 @@ static u64 sum_of(const u8 *p, size_t length)
     return sum + word;
 }
 
-/* Whether the TCP checksum is right (RFC 9293, section 3.1); a cut segment cannot be checked. */
+static u32 folded(u64 sum)
+{
+    while (sum >> 16)
+        sum = (sum & 0xffff) + (sum >> 16);
+    return (u32)sum;
+}
+
+/* Whether the TCP checksum is right (RFC 9293, section 3.1), or is not filled in yet: then the sum
+of the pseudo-header stands in its place, for whoever sends the segment on. A cut segment cannot be
+checked. */
 static int is_sound(const packet_row *p, const u8 *data)
 {
     if (p->captured != p->length || p->header < 40 || p->header > p->at)
@@ -481,10 +490,10 @@ static int is_sound(const packet_row *p, const u8 *data)
         return 0;
     size_t length = p->header - before + p->length;
     u8 tail[8] = {0, 0, 0, 6, (u8)(length >> 24), (u8)(length >> 16), (u8)(length >> 8), (u8)length};
-    sum += sum_of(tail, 8) + sum_of(ip + before, length);
-    while (sum >> 16)
-        sum = (sum & 0xffff) + (sum >> 16);
-    return sum == 0xffff;
+    sum += sum_of(tail, 8);
+    u16 told;
+    memcpy(&told, ip + before + 16, 2);
+    return told == folded(sum) || folded(sum + sum_of(ip + before, length)) == 0xffff;
 }
 
 /* ------------------------------------------------------------------ packets */

@@ -115,6 +115,7 @@ class Gradients:
             raise UsageError("a budget is not negative")
         self._reader, self._kept = reader, Kept(budget_bytes)
         self._steps: OrderedDict[int, _Step] = OrderedDict()
+        self._told_last: _Step | None = None
         self._last: Run | None = None  # of the last step that was right
         self._distance: int | None = None  # from its last bucket to its `through`,
         self._stride: int | None = None  # or from the one before it
@@ -145,8 +146,13 @@ class Gradients:
         middle of the run, or that loses packets, gives less than it could.
         """
         self._sizes = {bucket.nbytes for bucket in buckets}
-        self._same_steps = _SAME_STEPS
+        self._same_steps, self._told_last = _SAME_STEPS, None
         self._reader.tell(self._sizes)
+
+    @property
+    def are_buckets_certain(self) -> bool:
+        """Whether they are told, or have come to stay."""
+        return self._same_steps >= _SAME_STEPS
 
     def expect(self, step: int, buckets: Sequence[Bucket], *, through: int | None = None) -> None:
         """The trainer's record of `step`; where several of its backwards reduced (accumulation
@@ -165,9 +171,9 @@ class Gradients:
             raise UsageError(f"at least one bucket, of {', '.join(DTYPES)}")
         found = self._steps.get(step)
         if found is None:
-            if self._steps:
-                self._learn_sizes(next(reversed(self._steps.values())))
-            found = self._steps[step] = _Step(step, self._kept.newest)
+            if self._told_last is not None:  # which may have been forgotten
+                self._learn_sizes(self._told_last)
+            found = self._steps[step] = self._told_last = _Step(step, self._kept.newest)
         found.backwards.append(tuple(buckets))
         found.run = found.lacking = None
         while len(self._steps) > _MOST_STEPS:

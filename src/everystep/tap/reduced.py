@@ -128,9 +128,15 @@ class Reader:
             self._gloo.tell(sizes)
 
     def why_nothing(self) -> str | None:
-        """In words, where all-reduces were seen and none of them could be read."""
-        if self._gloo is None or self.buffers.sizes or not self._gloo.counts()["data"]:
+        """In words, where nothing that was seen could be read."""
+        counts = {} if self._gloo is None else self._gloo.counts()
+        if self.buffers.sizes or not (counts.get("data") or counts.get("bad_checksums")):
             return None
+        if not counts["data"]:
+            return (
+                f"{counts['bad_checksums']:,} segments had a wrong TCP checksum (where the network "
+                "card puts segments together: `ethtool -K IFACE lro off`)"
+            )
         return (
             "all-reduces were seen, but not which rank sends which of them: every buffer divides "
             "evenly (tell `Gloo` the `hosts`), or the sizes are others"
