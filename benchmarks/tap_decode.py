@@ -27,6 +27,7 @@ from everystep.tap.packets import Parser
 from everystep.tap.pieces import Bytes, Reduced
 from everystep.tap.reduced import Reader
 from everystep.tap.roce import Tracker
+from everystep.tap.tcp import Reassembler
 
 BUCKET = 25 * (1 << 20) // 4
 """Elements: DDP's usual bucket."""
@@ -44,16 +45,17 @@ class Case(NamedTuple):
     wire: dict[str, Any]
     """Of tests/tap/generator.Wire; gloo: `ranks` and `mtu`."""
     reach: float | None = None
-    check_icrc: bool = True
+    is_checked: bool = True
+    """By the ICRC, or the TCP checksum."""
     is_long: bool = False
     """Takes long to make: left out with `--quick`."""
 
 
 ROCE = (
     Case("LL, MTU 4,096", {"mtu": 4096}, LARGE_MTU_REACH),
-    Case("LL, MTU 4,096, ICRC not checked", {"mtu": 4096}, LARGE_MTU_REACH, check_icrc=False),
+    Case("LL, MTU 4,096, ICRC not checked", {"mtu": 4096}, LARGE_MTU_REACH, is_checked=False),
     Case("LL, MTU 1,024", {"mtu": 1024}, SMALL_MTU_REACH),
-    Case("LL, MTU 1,024, ICRC not checked", {"mtu": 1024}, SMALL_MTU_REACH, check_icrc=False),
+    Case("LL, MTU 1,024, ICRC not checked", {"mtu": 1024}, SMALL_MTU_REACH, is_checked=False),
     Case(
         "LL, MTU 4,096, 8 ranks, 2 channels", {"mtu": 4096, "ranks": 8, "channels": 2}, is_long=True
     ),
@@ -64,7 +66,19 @@ ROCE = (
 
 GLOO = (
     Case("segments of 1,448", {"ranks": 2, "mtu": 1448}, LARGE_MTU_REACH),
+    Case(
+        "segments of 1,448, not checked",
+        {"ranks": 2, "mtu": 1448},
+        LARGE_MTU_REACH,
+        is_checked=False,
+    ),
     Case("frames of 64 KB", {"ranks": 2, "mtu": 65_160}, LARGE_MTU_REACH),
+    Case(
+        "frames of 64 KB, not checked",
+        {"ranks": 2, "mtu": 65_160},
+        LARGE_MTU_REACH,
+        is_checked=False,
+    ),
     Case("segments of 1,448, 4 ranks", {"ranks": 4, "mtu": 1448}, is_long=True),
 )
 
@@ -151,10 +165,11 @@ def read_roce(file: Bytes, take: Take, *, ranks: int, check_icrc: bool) -> None:
     _read(Reader(Parser(), (tracker, decoder)), file, take)
 
 
-def read_gloo(file: Bytes, take: Take, *, ranks: int) -> None:
+def read_gloo(file: Bytes, take: Take, *, ranks: int, checksums: bool) -> None:
     """One pass over gloo's all-reduces of buckets."""
-    parser = Parser()
-    _read(Reader(parser, Gloo(parser, ranks=ranks, sizes=[4 * BUCKET])), file, take)
+    parser, reassembler = Parser(), Reassembler(checksums=checksums)
+    gloo = Gloo(parser, ranks=ranks, sizes=[4 * BUCKET], reassembler=reassembler)
+    _read(Reader(parser, gloo), file, take)
 
 
 def _read(reader: Reader, file: Bytes, take: Take) -> None:
@@ -218,7 +233,7 @@ def measure_roce(setting: Setting) -> list[Figure]:
 
     def reader(case: Case, file: Bytes) -> Read:
         ranks = int(case.wire.get("ranks", 2))
-        return lambda take: read_roce(file, take, ranks=ranks, check_icrc=case.check_icrc)
+        return lambda take: read_roce(file, take, ranks=ranks, check_icrc=case.is_checked)
 
     return _measure(setting, "RoCEv2: ", ROCE, _make_roce, reader)
 
@@ -227,7 +242,8 @@ def measure_gloo(setting: Setting) -> list[Figure]:
     """gloo over TCP."""
 
     def reader(case: Case, file: Bytes) -> Read:
-        return lambda take: read_gloo(file, take, ranks=case.wire["ranks"])
+        ranks = int(case.wire["ranks"])
+        return lambda take: read_gloo(file, take, ranks=ranks, checksums=case.is_checked)
 
     return _measure(setting, "gloo: ", GLOO, _make_gloo, reader)
 

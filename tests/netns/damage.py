@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from everystep.tap.live import Live
 from netns.cable import IP, Packet, summed, wired
-from netns.replayed import Replay
+from netns.replayed import MOST_LAG, Replay
 from peers.hosts import move_to
 from tap.frames import pcap
 
@@ -100,7 +100,7 @@ class Pattern(Struct):
     packets: list[Packet]
     sound: range
     """The steps behind all damage."""
-    lag: float
+    lag: int
     pause: int
     """Both as `Replay.run` takes them."""
 
@@ -111,7 +111,7 @@ def pattern(replay: Replay, seed: int) -> Pattern:
     packets = replay.packets if rng.random() < 0.2 else replay.wired
     steps = replay.steps
     first, last = rng.choice((steps[0], rng.choice(steps[:8]))), rng.choice(steps[8:14])
-    begins, ends = replay.ends.get(first - 1, packets[0].at), float(replay.ends[last])
+    begins, ends = replay.ends[first - 1], float(replay.ends[last])
     ways = rng.sample(SEEN, rng.randint(1, 3))
     if rng.random() < 0.3:
         ways.append(rng.choice(UNSEEN))
@@ -133,7 +133,7 @@ def pattern(replay: Replay, seed: int) -> Pattern:
         shown += [replace(each, at=min(each.at, ends - 1e-9)) for each in damage.over(one)]
     shown.sort(key=lambda one: one.at)
     sound = range(last + 1, steps.stop)
-    return Pattern(shown, sound, rng.choice((0.0, 0.0, 10.0, 100.0)), rng.randint(0, 1))
+    return Pattern(shown, sound, rng.choice((0, 0, 10, MOST_LAG)), rng.randint(0, 1))
 
 
 def stand_between(host: str, interface: str, path: str, seed: int) -> None:

@@ -39,8 +39,6 @@ class State(Struct):
     describe: p.Describe
     seal: p.Seal
     data: bytes
-    frames: int
-    """So many had been seen by then."""
 
 
 class Told(Struct):
@@ -52,12 +50,10 @@ class Told(Struct):
     data: bytes
     found: bytes
     """The same with the gradients."""
-    frames: int
-    """So many had been seen when these were found."""
 
 
 class Recording(Struct):
-    """All of it, from a state of each rank on."""
+    """All frames, and from a state of each rank on what its agent told."""
 
     begins: dict[int, p.Begin]
     """By rank."""
@@ -112,7 +108,7 @@ def shadow(
             made, rank = super()._image(base), self.begin.rank
             data = bytes(made.slot[: base.nbytes])
             with guard:
-                kept.states[rank] = State(rank, base.describe, base.seal, data, len(seen.frames))
+                kept.states[rank] = State(rank, base.describe, base.seal, data)
                 kept.told = [one for one in kept.told if one.rank != rank]
             return made
 
@@ -120,9 +116,7 @@ def shadow(
             rank, given = self.begin.rank, bytes(data)
             found = super()._whole(record, data, opened)
             with guard:
-                kept.told.append(
-                    Told(rank, record, opened.layout, given, bytes(found), len(seen.frames))
-                )
+                kept.told.append(Told(rank, record, opened.layout, given, bytes(found)))
                 guard.notify_all()
             return found
 

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -13,15 +14,23 @@ from everystep.agent import protocol as p
 from everystep.agent.image import Image, SlotLayout
 from everystep.agent.mirror import Mirror
 from everystep.agent.shadow_wire import WireSource
+from everystep.deltas.packing import unpack, unpack_layout
+from everystep.deltas.samples import ON_WIRE, Reduced
 from everystep.errors import Damaged, StoreFailed
+from everystep.tap.gloo import Gloo
 from everystep.tap.live import Drops
+from everystep.tap.packets import Parser
 from everystep.tap.pieces import Frames
+from everystep.tap.reduced import Reader
 from netns.cable import Packet, wired
 from netns.job import digest
 from netns.recorded import STEPS, Recording, State, Told
 from tap.recording import frames_of
 
 Digests = Mapping[str, str]
+
+MOST_LAG = 100
+"""Frames that may have passed after a step, when its records come."""
 
 
 class Turned:
@@ -105,19 +114,44 @@ class Replay:
             )
             for one in recording.told
         }
-        self.ends = {
-            step: max(self._told[rank, step].frames for rank in self.ranks) for step in self.steps
-        }
-        """So many frames had been seen when a step was had."""
+        self.ends = self._look_for_ends(recording.frames)
+        """So many frames had been seen when a step's all-reduces were whole; of the one before the
+        first of `steps`, too."""
         self.packets = [
             Packet(i, recording.frames[i], len(recording.frames[i]))
-            for i in range(first.frames, self.ends[self.steps[-1]])
+            for i in range(
+                self.ends[self.first],
+                min(len(recording.frames), self.ends[self.steps[-1]] + MOST_LAG),
+            )
         ]
         self.wired = wired(self.packets)
         self._slots: dict[int, SlotLayout] = {}
         self._states: dict[tuple[int, int], tuple[p.Seal, bytes]] = {}
         for rank in self.ranks:
             self._learn(recording.states[rank])
+
+    def _look_for_ends(self, frames: Sequence[bytes]) -> dict[int, int]:
+        tells = {place: _all_reduces(told) for place, told in self._told.items()}
+        buckets = next(told.buckets for told in tells.values() if told.buckets is not None)
+        parser = Parser()
+        gloo = Gloo(
+            parser,
+            ranks=len(self.ranks),
+            hosts={host: rank for rank, host in enumerate(self.hosts)},
+            sizes={4 * sum(elements) for _, elements, _ in buckets},
+        )
+        reader, whole = Reader(parser, gloo), dict[int, int]()
+        for i, frame in enumerate(frames):
+            for buffer in reader.feed(frames_of([frame])):
+                if not buffer.missing:
+                    whole[buffer.collective] = i + 1
+        ends: dict[int, int] = {}
+        for step in self.steps:
+            numbers = [number for number in whole if number <= tells[0, step].through]
+            ends[step] = max(whole[number] for number in numbers)
+            before = sorted(numbers)[: -len(buckets)]
+            ends.setdefault(step - 1, max(whole[number] for number in before))
+        return ends
 
     def _learn(self, state: State) -> None:
         """A rank's state after each step, which is the one that its trainer had."""
@@ -166,7 +200,7 @@ class Replay:
 
     # ------------------------------------------------------------ damage
 
-    def run(self, packets: Sequence[Packet], *, lag: float, pause: int, folds: bool) -> Outcome:
+    def run(self, packets: Sequence[Packet], *, lag: int, pause: int, folds: bool) -> Outcome:
         """Show these packets, in their order, and tell what agents told.
 
         Args:
@@ -221,3 +255,8 @@ class Replay:
         state.fold(memoryview(data), self._told[rank, step].layout)
         assert self._is_right(rank, state), (rank, step)
         return state if folds else None
+
+
+def _all_reduces(told: Told) -> Reduced:
+    tree = unpack(memoryview(told.data), unpack_layout(told.layout), on_wire=True).tree
+    return msgspec.convert(tree[ON_WIRE], Reduced)

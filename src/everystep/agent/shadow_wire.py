@@ -28,8 +28,8 @@ from everystep.tap.tcp import Reassembler
 _LOOK_S = 0.05
 
 _MOST_FRUITLESS = 2
-"""After so many states in a row that no step led on from, reading begins anew: what was damaged may
-have led a stream astray for as long as it lasts."""
+"""After so many steps in a row that were not seen whole, each after a new state, reading begins
+anew: what was damaged may have led a stream astray for as long as it lasts."""
 
 _MOST_KEPT = 16
 """Steps whose gradients wait for a rank that needs its part of them."""
@@ -59,7 +59,7 @@ class WireSource:
         self._session: tuple[int, int] | None = None
         self._hosts: dict[str, int] | None = None
         self._fruitless = 0
-        """So many states in a row were needed, with no step between that was seen."""
+        """So many steps in a row were not seen whole, each after a new state."""
         self._buckets: list[Bucket] = []
         self._newest = -1
         """The newest step that was told."""
@@ -104,7 +104,6 @@ class WireSource:
                 return
             gradients.forget(self._lost)
             self._lost = None
-            self._fruitless += 1
             if self._fruitless >= _MOST_FRUITLESS and gradients.are_buckets_certain:
                 self._gradients = self._read_anew(session[1])
                 self._gradients.tell(self._buckets)
@@ -178,6 +177,7 @@ class WireSource:
         if isinstance(taken, Lacking):
             self._keep(step, taken)
             self._lost = step
+            self._fruitless = 0 if taken.is_wrong else self._fruitless + 1
         return taken, True
 
     def _keep(self, step: int, found: ByParameter | Lacking) -> None:

@@ -11,9 +11,10 @@ middle. Where bytes are missing, later ones wait, until the missing ones come or
 Then the stream goes on behind the hole, and the hole's exact range is told. Sequence numbers wrap;
 positions do not. Source: RFC 9293.
 
-TCP checksums are not checked unless asked for: on virtual interfaces, and on hosts that leave them
-to the network card, they are not yet filled in where packets are captured. On a switch's mirror
-port they are right, and should be checked: a mirror may damage a packet.
+TCP checksums are checked where that is asked for, since a mirror may damage a packet. On virtual
+interfaces, and on hosts that leave them to the network card, they are not yet filled in where
+packets are captured: the sum of the pseudo-header stands in their place, and such a segment is
+taken as it is.
 """
 
 from __future__ import annotations
