@@ -122,9 +122,9 @@ def test_a_stream_that_was_led_astray_is_found_again(replay: Replay, ahead: int)
 def test_without_damage_every_step_is_had(replay: Replay) -> None:
     for packets in (replay.packets, replay.wired):
         found = replay.run(packets, lag=0, pause=0, folds=True)
-        for rank in replay.ranks:  # at first, the buckets are not known
+        for rank in replay.ranks:  # at first, the buckets are not certain
             assert found.exact[rank] == [*replay.steps][-len(found.exact[rank]) :]
-            assert len(found.lacking[rank]) <= 3
+            assert len(found.lacking[rank]) <= 5
 
 
 def test_what_checksums_do_not_show_the_proof_does(replay: Replay) -> None:
@@ -138,7 +138,7 @@ def test_what_checksums_do_not_show_the_proof_does(replay: Replay) -> None:
         data[len(data) // 2] ^= 0x10
         packets[i] = replace(packets[i], data=summed(data))
         found = replay.run(packets, lag=0, pause=0, folds=False)
-        hit = [step for step in found.lacking[0] if step > replay.steps[3]]
+        hit = [step for step in found.lacking[0] if step > replay.steps[5]]
         assert len(hit) <= 1
         refuted += found.refuted
     assert refuted > 5

@@ -59,7 +59,8 @@ class WireSource:
         self._session: tuple[int, int] | None = None
         self._hosts: dict[str, int] | None = None
         self._fruitless = 0
-        """So many steps in a row were not seen whole, each after a new state."""
+        """So many steps in a row were not seen whole, each after a new state, though buckets are
+        certain."""
         self._buckets: list[Bucket] = []
         self._newest = -1
         """The newest step that was told."""
@@ -104,7 +105,7 @@ class WireSource:
                 return
             gradients.forget(self._lost)
             self._lost = None
-            if self._fruitless >= _MOST_FRUITLESS and gradients.are_buckets_certain:
+            if self._fruitless >= _MOST_FRUITLESS:
                 self._gradients = self._read_anew(session[1])
                 self._gradients.tell(self._buckets)
 
@@ -177,7 +178,8 @@ class WireSource:
         if isinstance(taken, Lacking):
             self._keep(step, taken)
             self._lost = step
-            self._fruitless = 0 if taken.is_wrong else self._fruitless + 1
+            is_fruitless = self._gradients.are_buckets_certain and not taken.is_wrong
+            self._fruitless = self._fruitless + 1 if is_fruitless else 0
         return taken, True
 
     def _keep(self, step: int, found: ByParameter | Lacking) -> None:
