@@ -130,18 +130,22 @@ def test_without_damage_every_step_is_had(replay: Replay) -> None:
 def test_what_checksums_do_not_show_the_proof_does(replay: Replay) -> None:
     """One bit of a gradient is another, in a segment whose checksum is right: the step is not had,
     or it was none of the bits that count. The one after the next state is."""
-    large = [i for i, one in enumerate(replay.wired) if len(one.data) > 1000]
+    step = replay.steps[len(replay.steps) // 2]
     refuted = 0
-    for i in large[len(large) // 3 : -len(large) // 3 : len(large) // 90]:
-        packets = [*replay.wired]
-        data = bytearray(packets[i].data)
+    large = [
+        i
+        for i, one in enumerate(replay.wired)
+        if len(one.data) > 1000 and replay.ends[step - 1] <= one.at < replay.ends[step]
+    ]
+    for i in large[::2]:
+        one = replay.wired[i]
+        packets, data = [*replay.wired], bytearray(one.data)
         data[len(data) // 2] ^= 0x10
-        packets[i] = replace(packets[i], data=summed(data))
+        packets[i] = replace(one, data=summed(data))
         found = replay.run(packets, lag=0, pause=0, folds=False)
-        hit = [step for step in found.lacking[0] if step > replay.steps[5]]
-        assert len(hit) <= 1
+        assert len([late for late in found.lacking[0] if late > replay.steps[5]]) <= 1
         refuted += found.refuted
-    assert refuted > 5
+    assert refuted > 0
 
 
 def main(first: int, count: int) -> None:
