@@ -126,7 +126,7 @@ def test_agents_whose_trainers_die_agree(begin: Begin) -> None:
     pair.die(0)
     pair.die(1)
     for rank in range(2):
-        until(lambda: pair.stored(rank)[-1] == 7, DEADLINE_S, "step 7")  # noqa: B023
+        until(lambda: pair.stored(rank)[-1:] == [7], DEADLINE_S, "step 7")  # noqa: B023
     assert stored_steps(pair.run) == [1, 7]
     assert pair.stored(0) == pair.stored(1) == [1, 7]
 
@@ -166,13 +166,13 @@ def test_a_rank_that_never_tells(begin: Begin) -> None:
     pair = begin(patience_s=0.3)
     pair.train((9, 9), safe=5)
     pair.die(0)
-    until(lambda: pair.stored(0)[-1] == 5, DEADLINE_S, "its patience to end")
+    until(lambda: pair.stored(0)[-1:] == [5], DEADLINE_S, "its patience to end")
     agent = replica_of(pair.agents, 0)
     until(lambda: agent.idle, DEADLINE_S, "it to be done")
     assert [ref.step for ref in agent.unsaved()] == [6, 7, 8, 9], "in memory as long as it lingers"
     pair.die(1)  # late, but the first one is still there
     for rank in range(2):
-        until(lambda: pair.stored(rank)[-1] == 9, DEADLINE_S, "step 9")  # noqa: B023
+        until(lambda: pair.stored(rank)[-1:] == [9], DEADLINE_S, "step 9")  # noqa: B023
 
 
 def test_patience_ends_while_both_trainers_live(begin: Begin) -> None:
@@ -214,7 +214,7 @@ def test_a_rank_without_any_state(begin: Begin) -> None:
     trainer.until_folded(2)
     pair.die(1)
     pair.die(0)
-    until(lambda: pair.stored(0)[-1] == 2, DEADLINE_S, "step 2")
+    until(lambda: pair.stored(0)[-1:] == [2], DEADLINE_S, "step 2")
 
 
 class Unwritable(NoSync):
@@ -237,7 +237,7 @@ def test_what_is_told_cannot_be_written(begin: Begin) -> None:
     pair.die(0)
     pair.die(1)
     for rank in range(2):
-        until(lambda: pair.stored(rank)[-1] == 5, DEADLINE_S, "step 5")  # noqa: B023
+        until(lambda: pair.stored(rank)[-1:] == [5], DEADLINE_S, "step 5")  # noqa: B023
     assert calls.refused
     assert stored_steps(pair.run) == [1, 5]
 
@@ -251,7 +251,7 @@ def test_a_store_that_fails_at_that_moment(begin: Begin) -> None:
     pair.die(0)
     pair.die(1)
     for rank in range(2):
-        until(lambda: pair.stored(rank)[-1] == 7, DEADLINE_S, "step 7")  # noqa: B023
+        until(lambda: pair.stored(rank)[-1:] == [7], DEADLINE_S, "step 7")  # noqa: B023
     assert faults.fired
 
 

@@ -114,9 +114,10 @@ class Lives:
         return rows
 
     def newest(self, run: Run) -> int:
-        """The newest step that can be had."""
+        """The newest step that can be had; 0: none yet."""
         listing = run.listing()
-        return plan_chains(listing, run.segments(listing), listing.current_timeline()).refs[-1].step
+        chains = plan_chains(listing, run.segments(listing), listing.current_timeline())
+        return chains.refs[-1].step if chains.refs else 0
 
 
 def nothing_is_left(run: Path) -> None:

@@ -182,7 +182,7 @@ def test_mutated_packets_break_nothing(part: int) -> None:
         seed += 4
 
 
-@pytest.mark.parametrize("seed", [1462, 1_000_561, 1_003_021])
+@pytest.mark.parametrize("seed", [1462, 1_000_561, 1_003_021, 2_019_745])
 def test_what_once_broke_the_decoder_does_not(seed: int) -> None:
     one(seed)
 

@@ -144,6 +144,8 @@ class Channels:
         self, plans: list[Plan], bases: list[tuple[int | None, int | None]]
     ) -> list[tuple[int | None, int | None]] | None:
         """Where the channels stand after messages that were lost; None where it is not known."""
+        if len(plans) > len(bases):
+            return None  # it used a channel that nothing has been seen of
         found: list[tuple[int | None, int | None]] = [*bases]
         for b, plan in enumerate(plans):
             base, psn = bases[b]
