@@ -77,6 +77,7 @@ class Shadowed(Recorded):
             self._end_together(reason)
         else:  # the shadow begins with a state of this process
             self._record(objects, options, None, self._handed_over, plain=True)
+            self._hear_of_each_other()
 
     def _note(self, message: Struct) -> None:
         """Take a message, in a thread of the agent's client."""
@@ -101,11 +102,9 @@ class Shadowed(Recorded):
         super().step(ref, metrics)
         if self._refusals >= _MOST_REFUSALS:
             self._fall_back(self._wanted or "gradients are not those on the network")
-        ranks = self._ranks
-        if self.successor is None and (ranks.world_size == 1 or ref.step % _AGREE_EVERY == 0):
-            reason = next((one for one in ranks.gather(self._leaves) if one is not None), None)
-            if reason is not None:
-                self._end_together(str(reason))
+        is_due = self._ranks.world_size == 1 or ref.step % _AGREE_EVERY == 0
+        if is_due and self.successor is None:
+            self._hear_of_each_other()
 
     def _broken(self) -> str | None:
         wanted, self._wanted = self._wanted, None
@@ -141,7 +140,17 @@ class Shadowed(Recorded):
             )
 
     def _fall_back(self, why: str) -> None:
+        if self._leaves is None and self._ranks.world_size > 1:
+            _log.error(
+                "the shadow is of no use to rank %d: %s; all ranks leave it within %d steps",
+                self._ranks.rank, why, _AGREE_EVERY,
+            )  # fmt: skip
         self._leaves = self._leaves or why
+
+    def _hear_of_each_other(self) -> None:
+        reason = next((one for one in self._ranks.gather(self._leaves) if one is not None), None)
+        if reason is not None:
+            self._end_together(str(reason))
 
     def _end_together(self, why: str) -> None:
         super()._fall_back(why)

@@ -15,7 +15,8 @@ from agent.shadow_scenes import Scene
 from crash.trainer import Job
 from everystep.agent import wire as w
 from everystep.agent.certificates import server_context
-from everystep.errors import StoreFailed, UsageError
+from everystep.errors import StoreFailed, Unsupported, UsageError
+from everystep.shadowed import Shadowed
 from everystep.store.addresses import Address
 from everystep.strategies import parse_place
 
@@ -69,6 +70,22 @@ def test_without_a_tap_it_takes_no_record_that_needs_one(scene: Scene, run_dir: 
         job.step(1)
         ck.step()
     assert ck.steps()[-1] == 2
+
+
+def test_what_cannot_be_recorded_is_stored_in_full_from_the_first_step_on(
+    scene: Scene, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise Unsupported("a kind of tensor that nobody has heard of")
+
+    monkeypatch.setattr(Shadowed, "recorder", refuse)
+    job = Job(0, 1)
+    with agents_in_threads(), job.checkpointer(str(run_dir), strategy=scene.strategy()) as ck:
+        ck.restore()
+        assert ck.strategy == everystep.Full(every=1)
+        job.step(1)
+        ck.step()
+    assert ck.steps() == [1]
 
 
 @pytest.mark.parametrize("right", [True, False])
