@@ -129,6 +129,22 @@ class Scene:
                 return after[0] - before[0], after[1] - before[1]
         raise AssertionError(f"something was lost in each of {_MOST_TRIES} times {STEPS} steps")
 
+    def disturb(self, whoever: Child, steps: int) -> None:
+        """Have it damage what is mirrored, until the shadow has lacked so many steps of it."""
+        before = self.not_seen()
+        whoever.kill(signal.SIGUSR1)
+        until(lambda: self.not_seen() >= before + steps, DEADLINE_S, "something to be lost")
+        whoever.kill(signal.SIGUSR1)
+
+    def assert_it_comes_back(self) -> None:
+        """With a new state, and from there off the wire; and it never had a wrong step."""
+        for more in (0, 20):
+            self.until_in_shadow(last(self.out(1, 0))["step"] + more, DEADLINE_S)
+        self.kill()
+        self.end()
+        assert proved(folded(self.shadow_out), self.lives()) > 20
+        assert last(self.out(1, 0))["strategy"] == "Shadow"
+
     def kill(self) -> None:
         """All hosts that train are gone at once."""
         for host in self.training:
@@ -184,16 +200,8 @@ def test_what_the_mirror_loses_is_asked_for(
     scene.train(1, ENDLESS)
     scene.until_in_shadow(SOON, DEADLINE_S)
     assert scene.shadow is not None
-    before = scene.not_seen()
-    scene.shadow.kill(signal.SIGUSR1)
-    until(lambda: scene.not_seen() > before, DEADLINE_S, "something to be lost")
-    scene.shadow.kill(signal.SIGUSR1)
-    for more in (0, 20):  # with a new state, and from there off the wire
-        scene.until_in_shadow(last(scene.out(1, 0))["step"] + more, DEADLINE_S)
-    scene.kill()
-    scene.end()
-    assert proved(folded(scene.shadow_out), scene.lives()) > 20
-    assert last(scene.out(1, 0))["strategy"] == "Shadow"
+    scene.disturb(scene.shadow, 1)
+    scene.assert_it_comes_back()
 
 
 def test_a_damaged_mirror_costs_steps_and_never_gives_a_wrong_one(
@@ -210,16 +218,8 @@ def test_a_damaged_mirror_costs_steps_and_never_gives_a_wrong_one(
     scene.watch(interface=None, capture=str(pipe))
     scene.train(1, ENDLESS, small=True, pace_s=0.05)
     scene.until_in_shadow(SOON, DEADLINE_S)
-    before = scene.not_seen()
-    between.kill(signal.SIGUSR1)
-    until(lambda: scene.not_seen() > before + 1, DEADLINE_S, "something to be damaged")
-    between.kill(signal.SIGUSR1)
-    for more in (0, 20):  # with a new state, and from there off the wire
-        scene.until_in_shadow(last(scene.out(1, 0))["step"] + more, DEADLINE_S)
-    scene.kill()
-    scene.end()
-    assert proved(folded(scene.shadow_out), scene.lives()) > 20
-    assert last(scene.out(1, 0))["strategy"] == "Shadow"
+    scene.disturb(between, 2)
+    scene.assert_it_comes_back()
 
 
 def test_steps_are_had_out_of_a_capture_that_is_being_written(

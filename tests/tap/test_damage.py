@@ -60,6 +60,25 @@ def untold(seed: int) -> Pattern:
     return replace(pattern(seed), sizes=None)
 
 
+def mirrored_and_damaged(
+    sent: list[Packet], ranks: int, draw: random.Random
+) -> tuple[list[Packet], float]:
+    """What is left of it at any port, in either direction or both; and the share of it before which
+    no packet was seen."""
+    shown = mirrored(sent, draw.randrange(ranks), draw.choice(("both", "both", "in", "out")))
+    if draw.random() < 0.4:
+        damage = {"lost": draw.choice((1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3))}
+    else:
+        kinds = ("lost", "doubled", "delayed", "cut", "flipped")
+        damage = {kind: draw.choice((0, 0, 1e-3, 0.01, 0.05)) for kind in kinds}
+    packets = damaged(shown, draw, **damage)
+    for _ in range(draw.choice((0, 0, 0, 1, 2))):
+        at = draw.randrange(len(packets) + 1)
+        del packets[at : at + draw.choice((5, 50, 500))]
+    start = draw.choice((0, 0, 0, 0.1, 0.4))
+    return packets[int(len(packets) * start) :], start
+
+
 def pattern(seed: int) -> Pattern:
     """What this seed stands for."""
     draw = random.Random(seed)
@@ -80,22 +99,10 @@ def pattern(seed: int) -> Pattern:
     made = Job(wire, seed=seed, first_step=first_step, first_psn=first_psn)
     for number in range(draw.choice((2, 3, 4)) * len(sizes)):
         made.all_reduce(random_inputs(wire, sizes[number % len(sizes)], 1000 * seed + number))
-    shown = mirrored(
-        made.packets, draw.randrange(wire.ranks), draw.choice(("both", "both", "in", "out"))
-    )
-    if draw.random() < 0.4:
-        damage = {"lost": draw.choice((1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3))}
-    else:
-        kinds = ("lost", "doubled", "delayed", "cut", "flipped")
-        damage = {kind: draw.choice((0, 0, 1e-3, 0.01, 0.05)) for kind in kinds}
-    packets = damaged(shown, draw, **damage)
-    for _ in range(draw.choice((0, 0, 0, 1, 2))):
-        at = draw.randrange(len(packets) + 1)
-        del packets[at : at + draw.choice((5, 50, 500))]
-    start = draw.choice((0, 0, 0, 0.1, 0.4))
+    packets, start = mirrored_and_damaged(made.packets, wire.ranks, draw)
     return Pattern(
         made=made,
-        packets=packets[int(len(packets) * start) :],
+        packets=packets,
         sizes=sizes if draw.random() < 0.7 else None,
         is_whole=not (start or first_step or first_psn),
         finds_added_step=draw.random() < 0.5,

@@ -17,9 +17,9 @@ from msgspec import Struct
 
 from everystep.cli.tap_report import DTYPES, Reader
 from everystep.tap.nccl import Options
-from tap.generator import Wire, damaged, mirrored, random_inputs, write
+from tap.generator import Wire, random_inputs, write
 from tap.socket_wire import SocketJob
-from tap.test_damage import Pattern, agrees
+from tap.test_damage import Pattern, agrees, mirrored_and_damaged
 
 SEEDS = 200
 
@@ -50,21 +50,10 @@ def shown(seed: int) -> Shown:
     made = SocketJob(wire, seed=seed)
     for number in range(draw.choice((2, 3, 4, 8)) * len(sizes)):
         made.all_reduce(random_inputs(wire, sizes[number % len(sizes)], 1000 * seed + number))
-    port = draw.randrange(wire.ranks)
-    packets = mirrored(made.packets, port, draw.choice(("both", "both", "in", "out")))
-    if draw.random() < 0.4:
-        damage = {"lost": draw.choice((1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3))}
-    else:
-        kinds = ("lost", "doubled", "delayed", "cut", "flipped")
-        damage = {kind: draw.choice((0, 0, 1e-3, 0.01, 0.05)) for kind in kinds}
-    packets = damaged(packets, draw, **damage)
-    for _ in range(draw.choice((0, 0, 0, 1, 2))):
-        at = draw.randrange(len(packets) + 1)
-        del packets[at : at + draw.choice((5, 50, 500))]
-    start = draw.choice((0, 0, 0, 0.1, 0.4))
+    packets, _ = mirrored_and_damaged(made.packets, wire.ranks, draw)
     pattern = Pattern(
         made=made,
-        packets=packets[int(len(packets) * start) :],
+        packets=packets,
         sizes=sizes if draw.random() < 0.7 else None,
         is_whole=False,  # where the beginnings of connections are lost, it begins in the middle
         finds_added_step=draw.random() < 0.5,
