@@ -73,9 +73,10 @@ def lives(
 
 
 def nothing_was_lost(lives: ReplicaLives) -> None:
-    """But the steps under way when the last life ended."""
+    """But the steps under way when the last life ended; one that was killed in `step()` may have
+    handed the step over."""
     if len(lives.restored) > 1:
-        assert 0 <= lives.lost() <= UNDER_WAY, lives.restored
+        assert -1 <= lives.lost() <= UNDER_WAY, lives.restored
 
 
 def test_the_trainer_is_killed_at_random_instants(lives: ReplicaLives) -> None:
