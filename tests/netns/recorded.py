@@ -18,6 +18,7 @@ from everystep.agent import wire as w
 from everystep.agent.image import Image
 from everystep.agent.shadow_copy import Keeping, ShadowCopy
 from everystep.agent.shadow_wire import WireSource
+from everystep.errors import StoreFailed
 from everystep.store import addresses as at
 from everystep.tap.live import Live
 from everystep.tap.pieces import Frames
@@ -29,6 +30,9 @@ STEPS = 24
 
 _MANY = STEPS + 10
 """Ranks may begin with different ones."""
+_EARLY = 5
+"""Of a state after one of the first steps, the end is not seen: buckets are made anew after it."""
+
 _NEVER_S = 3600.0
 
 
@@ -113,6 +117,8 @@ def shadow(
             return made
 
         def _whole(self, record: p.Record, data: memoryview, opened: p.OpenLog) -> memoryview:
+            if record.step <= _EARLY:
+                raise StoreFailed("not recorded")
             rank, given = self.begin.rank, bytes(data)
             found = super()._whole(record, data, opened)
             with guard:
