@@ -529,7 +529,8 @@ def test_auto_takes_fewer_when_the_link_is_slow_and_returns(
         while taken[-1] > 1 and len(taken) < 40 * PATIENCE:
             taken.append(every_after(1))
         assert taken[-1] == 1 and len(taken) > PATIENCE
-        assert all(a in (b, 2 * b) for a, b in itertools.pairwise(taken))
+        falls = [(a, b) for a, b in itertools.pairwise(taken) if a > b]
+        assert all(a == 2 * b for a, b in falls)  # others may have had the processors in between
 
 
 # ---------------------------------------------------------------- ranks

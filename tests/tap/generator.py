@@ -355,7 +355,7 @@ class Job:
         """An RDMA write with immediate, and the ack of its last packet."""
         ends = (connection.sender, connection.receiver)
         imm = struct.pack("<I" if self.wire.version <= 28 else ">I", total)
-        apart = self.wire.adaptive and len(data) > 8192
+        apart = self.wire.adaptive and total > 8192
         count = max(1, -(-len(data) // self.wire.mtu))
         for i in range(count):
             piece = data[i * self.wire.mtu : (i + 1) * self.wire.mtu].tobytes()

@@ -3,11 +3,13 @@
 A thousand patterns, seeded: rings of two to four ranks, every protocol, loss up to 0.3 in one or
 both directions, bursts, doubled, late, cut and changed packets, captures that begin in the middle,
 sizes told or not. More of it by hand, with the first seed and how many, sizes as drawn or never
-told: `PYTHONPATH=tests python tests/tap/test_damage.py 1000 5000 [untold]`
+told, or with every message cut: `PYTHONPATH=tests python tests/tap/test_damage.py 1000 5000
+[untold | cut]`
 """
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import sys
 import tempfile
@@ -79,7 +81,12 @@ def mirrored_and_damaged(
     return packets[int(len(packets) * start) :], start
 
 
-def pattern(seed: int) -> Pattern:
+def cut(seed: int) -> Pattern:
+    """The same, with messages that are cut over two to four queue pairs."""
+    return pattern(seed, is_cut=True)
+
+
+def pattern(seed: int, *, is_cut: bool = False) -> Pattern:
     """What this seed stands for."""
     draw = random.Random(seed)
     pairs = draw.choice((1, 1, 1, 2))
@@ -94,6 +101,8 @@ def pattern(seed: int) -> Pattern:
         queue_pairs=pairs,
         split=pairs > 1 and draw.random() < 0.3,
     )
+    if is_cut:
+        wire = dataclasses.replace(wire, queue_pairs=2 + seed % 3, split=True)
     sizes = tuple(draw.choice((3, 3, 17, 500, 1000, 2500)) for _ in range(draw.choice((1, 2, 3))))
     first_step, first_psn = draw.choice((0, 0, 0, 1000)), draw.choice((0, 0, 0xFFFFF0))
     made = Job(wire, seed=seed, first_step=first_step, first_psn=first_psn)
@@ -160,6 +169,12 @@ def test_whatever_is_damaged_nothing_is_wrong(part: int, tmp_path: Path) -> None
     assert there > 10_000  # else nothing was compared
 
 
+@pytest.mark.parametrize("part", range(PARTS))
+def test_what_is_cut_over_queue_pairs_is_put_together_rightly(part: int, tmp_path: Path) -> None:
+    there = sum(check(cut(seed), tmp_path / "x.pcap") for seed in range(part, SEEDS, PARTS))
+    assert there > 10_000
+
+
 @pytest.mark.parametrize("seed", WERE_WRONG)
 def test_what_was_wrong_is_right_or_missing(seed: int, tmp_path: Path) -> None:
     check(pattern(seed), tmp_path / "x.pcap")
@@ -197,4 +212,5 @@ def main(first: int, count: int, made: Callable[[int], Pattern]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), untold if sys.argv[3:] == ["untold"] else pattern)
+    made = {"untold": untold, "cut": cut}.get("".join(sys.argv[3:]), pattern)
+    main(int(sys.argv[1]), int(sys.argv[2]), made)

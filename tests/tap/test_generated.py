@@ -71,11 +71,16 @@ WIRES = [
     *(Wire(protocol=p, mtu=1024, ip=4, vlan=7) for p in PROTOCOLS),
     *(Wire(protocol=p, queue_pairs=2) for p in PROTOCOLS),
     *(Wire(protocol=p, adaptive=True) for p in PROTOCOLS),
+    *(
+        Wire(protocol=p, queue_pairs=q, split=True, ranks=k, adaptive=a)
+        for p, q, k, a in itertools.product(PROTOCOLS, (2, 3, 4), (2, 3), (False, True))
+    ),
+    *(Wire(protocol=p, queue_pairs=2, split=True, version=24, mtu=1024) for p in PROTOCOLS),
+    *(Wire(protocol=p, queue_pairs=2, split=True, channels=2) for p in ("LL", "Simple")),
     *(Wire(protocol=p, version=v) for p in PROTOCOLS for v in (24, 29, 30)),
     *(Wire(protocol=p, version=20) for p in ("LL", "Simple")),
 ]
 REFUSED = [
-    *(Wire(protocol=p, queue_pairs=2, split=True) for p in PROTOCOLS),
     *(Wire(protocol="LL128", version=v) for v in (20, 22)),
     *(Wire(protocol="LL128", version=v, channels=2) for v in (22, 24, 30)),
 ]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from everystep.cli.tap_record import Capture
-from everystep.tap import capture, roce, sockets
+from everystep.tap import capture, roce, sockets, writes
 from everystep.tap.bpf import ROCE_PORT
 from everystep.tap.collectives import Collective
 from everystep.tap.connections import Connection
@@ -257,7 +257,7 @@ class Reader:
             "src": self._mac(source),
             "qp": qp,
             "kind": kind,
-            "va": write.va if write.has_head else None,
+            "va": write.row[writes.VA] if write.has_head else None,
             "rkey": write.rkey if write.has_head else None,
             "length": write.length,
             "imm": write.immediate,

@@ -850,6 +850,13 @@ static int fit_chain(tracker *t, message *m, u32 length, u32 psn)
     return 1;
 }
 
+/* Whether an immediate may be that of a write of this length, or of a message of which it is a
+ * part: one that is cut over several queue pairs. */
+static int may_be_of(u32 immediate, u64 length)
+{
+    return immediate >= length || swapped(immediate) >= length;
+}
+
 /* Whether the packet was the closing immediate of an open message. */
 static int closes(tracker *t, stream *s, const packet *p, const opcode *o)
 {
@@ -866,8 +873,7 @@ static int closes(tracker *t, stream *s, const packet *p, const opcode *o)
                 length = p->immediate;
             else if (fit_chain(t, m, swapped(p->immediate), p->psn))
                 length = swapped(p->immediate);
-        } else if (psn_add(m->psn, m->span) == p->psn
-                   && (m->length == p->immediate || m->length == swapped(p->immediate))) {
+        } else if (psn_add(m->psn, m->span) == p->psn && may_be_of(p->immediate, m->length)) {
             length = (u32)m->length;
         }
         if (!length)

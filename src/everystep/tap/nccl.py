@@ -75,7 +75,9 @@ class Decoder:
     def left_out(self) -> int:
         """Messages that no collective was found for: lost their neighbours, or of what is not read
         (see docs/wire.md, Limits)."""
-        return self.sorted.refused + sum(ring.left_out for ring in self.sorted.rings)
+        cuts = [c.cut for c in self.sorted.connections if c.cut is not None]
+        found = self.sorted.refused + sum(cut.left_out for cut in cuts)
+        return found + sum(ring.left_out for ring in self.sorted.rings)
 
     def feed(self, messages: Messages) -> list[Found]:
         """Take the next messages; the pieces are valid until the next call."""
@@ -116,7 +118,8 @@ class Decoder:
         sent, plan = window.plan.sends[place], window.plan
         collective = window.collective
         collective.saw(write)
-        write.collective, write.sent = collective, sent
+        for one in (write, *write.pieces):
+            one.collective, one.sent = collective, sent
         if collective.kind not in ("allreduce", "p2p") or sent is None:
             return
         schedule = collective.schedule

@@ -21,6 +21,7 @@ Record = tuple[tuple[int, int], int, int]
 
 _MAX_ROOMS = 256
 _LAPS = 32
+_RECENT = 64
 _ENOUGH = 4
 """Messages in a row that must give the same distance between their positions and the records'."""
 
@@ -68,13 +69,15 @@ def offsets_of(lengths: Sequence[int], mtu: int, longest_whole: int | None) -> l
 class Course:
     """The sequence numbers of one queue pair of a connection."""
 
-    __slots__ = ("last", "psn")
+    __slots__ = ("last", "psn", "recent")
 
     def __init__(self) -> None:
         self.psn: int | None = None
         """After the last message whose position is known."""
         self.last = -1
         """The position of that message."""
+        self.recent: deque[tuple[int, int, int]] = deque(maxlen=_RECENT)
+        """First packet, packet after the last, and position of messages of one of several."""
 
 
 class Window:

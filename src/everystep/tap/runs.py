@@ -13,6 +13,7 @@ import numpy as np
 
 from everystep.tap import roce
 from everystep.tap.connections import Connection
+from everystep.tap.located import SPLIT_BYTES
 from everystep.tap.pieces import PSN_COUNT, Table
 from everystep.tap.positions import Window
 from everystep.tap.ring import SCATTERED
@@ -22,24 +23,18 @@ _LEAST = 4
 """Fewer are not worth it."""
 
 _FLAGS = 1 << 32
-_SPLIT_BYTES = 8192
 
 
 def run(connection: Connection, stream: int, rows: Table) -> tuple[int, Window] | None:
     """How many of the first rows (MESSAGE) of a stream are what its newest collective asks for."""
     course = connection.courses[stream]
-    if (
-        connection.is_tcp
-        or not connection.windows
-        or course.psn is None
-        or len(connection.courses) > 1
-    ):
+    if connection.is_tcp or not connection.windows or course.psn is None or connection.is_spread:
         return None
     window = connection.windows[-1]
     first = course.last + 1
     if not window.first <= first < window.stop or window.collective.kind != "allreduce":
         return None
-    if connection.floating or connection.is_cut or connection.is_split:
+    if connection.floating or connection.is_refused or connection.is_split:
         return None
     rows = rows[: window.stop - first]
     count = _plain(connection, window, first, rows)
@@ -90,7 +85,7 @@ def move_on(connection: Connection, stream: int, rows: Table) -> None:
     course.last += len(rows)
     connection.messages += len(rows)
     connection.mtu = max(connection.mtu, int(rows["mtu"].max()))
-    if (rows["length"] > _SPLIT_BYTES).any():
+    if (rows["length"] > SPLIT_BYTES).any():
         connection.is_split = False
     if connection.lead is not None and connection.has_only_flags:
         flagged = np.flatnonzero(rows["flag"])

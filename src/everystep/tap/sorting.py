@@ -16,19 +16,19 @@ from msgspec import Struct
 from everystep.tap import cts, runs, writes
 from everystep.tap.collectives import Expectations
 from everystep.tap.connections import Connection
+from everystep.tap.cutting import is_piece
 from everystep.tap.pieces import TCP_STREAMS, WRITE, Messages, Table
 from everystep.tap.ranks import Ranks
 from everystep.tap.ring import Scattered
 from everystep.tap.rings import Doubt, Place, Ring
 from everystep.tap.sendrecv import MAX_MESSAGE_BYTES, Transfers
 from everystep.tap.unpacking import RING_ROOM, Placer, Unpacker
-from everystep.tap.writes import Write
+from everystep.tap.writes import Write, write_of
 
 _MAX_CONNECTIONS = 4096
 _MAX_KEYS = 64
 _MAX_HELD = 64
 _LL_ROOM = 65536
-_MOST_BYTES = 1 << 24
 _AT_A_TIME = 64  # messages, after which it is seen whether what comes next is plain now
 
 
@@ -167,6 +167,8 @@ class Sorter:
                     write.protocol == "Simple" for write in held
                 )
                 self._assign(connection, "p2p" if has_ring else "ring")
+            for write, window, place in connection.end():
+                self._place(connection, write, window, place)
 
     # ------------------------------------------------------------ messages
 
@@ -186,19 +188,31 @@ class Sorter:
                 return None
         if row[writes.RKEY] not in connection.keys:
             self._note_key(connection, row[writes.RKEY])
-        write = self._unpacker.write(connection, row, messages)
-        connection.messages += write.has_head and not write.is_tail
-        if self._options.record:
-            self.writes.append(write)
-        self._give(connection, write)
+        write = write_of(row, messages)
+        for known in self._known(connection, write):
+            self._unpacker.read(connection, known)
+            connection.messages += known.has_head and not known.is_tail
+            self._give(connection, known)
         while connection.floating and (after := connection.take_next(write.stream)) is not None:
             self._give(connection, after)
             if after in connection.floating:
                 break
+        if self._options.record:
+            self.writes.append(write)
         return write
 
+    def _known(self, connection: Connection, write: Write) -> list[Write]:
+        """The writes that can be read now: pieces of messages wait until it is known which they
+        are."""
+        if connection.cut is None:
+            if not self._is_piece(connection, write):
+                return [write]
+            earlier = [*self._held.pop(id(connection), []), *connection.be_cut()]
+            return [known for one in (*earlier, write) for known in self._known(connection, one)]
+        return connection.cut.know(write)
+
     def _give(self, connection: Connection, write: Write) -> None:
-        if connection.is_cut or self._is_piece(connection, write):
+        if connection.is_refused:
             self.refused += 1
             return
         if connection.role is None:
@@ -212,31 +226,17 @@ class Sorter:
             connection.add_headless(write)
             return
         owner = self._owners[id(connection)]
-        position = connection.locate(write, owner.walk)
-        if position is None:
-            return
-        window = connection.window_of(position)
-        if window is not None:
-            self._place(connection, write, window, position - window.first)
-        elif position >= (connection.base or 0):
-            connection.pending[position] = write
+        for whole, window, place in connection.give(write, owner.walk):
+            self._place(connection, whole, window, place)
 
     def _is_piece(self, connection: Connection, write: Write) -> bool:
-        """Whether a write is part of a message: its immediate is the size of the whole.
+        """Whether a write is part of a message.
 
         Since NCCL 2.29 the immediate may be a number of a request, so that it tells nothing where
         there is one queue pair only.
         """
-        told = write.immediate
-        if not told or not write.rkey or not (write.complete and write.has_head):
-            return False
-        if len(connection.courses) < 2 and self._layout in cts.LAYOUTS[2:]:
-            return False
-        other = int.from_bytes(told.to_bytes(4, "little"), "big")
-        if write.length in (told, other) or not write.length < min(told, other) <= _MOST_BYTES:
-            return False
-        _refuse(connection)
-        return True
+        is_told = len(connection.courses) > 1 or self._layout not in cts.LAYOUTS[2:]
+        return is_told and is_piece(write)
 
     # ------------------------------------------------------------ clear to send
 
@@ -326,6 +326,7 @@ class Sorter:
                 owner.sort()
                 self._has_sent(owner)
         connection.open(row[writes.STREAM])
+        self._pairs.setdefault((source, destination, port), connection)
         self._data[row[writes.STREAM]] = connection
         return connection
 
@@ -390,7 +391,7 @@ class Sorter:
 
 def _refuse(connection: Connection) -> None:
     """Nothing of it is read."""
-    connection.is_cut = True
+    connection.is_refused = True
     connection.pending.clear()
     connection.floating.clear()
     connection.headless.clear()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from everystep.tap import writes
 from everystep.tap.connections import Connection
-from everystep.tap.pieces import RAW, Messages
+from everystep.tap.pieces import RAW
 from everystep.tap.schedule import Protocol as Framing
 from everystep.tap.sendrecv import MAX_MESSAGE_BYTES
 from everystep.tap.writes import FORMS, Write, protocol_of
@@ -32,28 +32,28 @@ class Unpacker:
         self._placer = placer
         self._confirmed: set[tuple[int, int]] = set()
 
-    def write(self, connection: Connection, row: tuple[Any, ...], messages: Messages) -> Write:
-        """The message with its protocol known and its flags taken out."""
-        at = row[writes.AT]
-        ranges: writes.Ranges
-        if row[writes.COMPLETE]:
-            ranges = [(0, row[writes.LENGTH])]
-        else:
-            rows = messages.ranges[row[writes.RANGE_AT] : row[writes.RANGE_AT] + row[writes.RANGES]]
-            ranges = [(start, stop) for start, stop in rows.tolist()]
-        write = Write(row, messages.data[at : at + row[writes.NBYTES]], ranges)
-        if not (write.has_head and write.length):
-            write.restore(connection.mtu or write.mtu)
-        if not write.length or not write.ranges:
-            return write
+    def read(self, connection: Connection, write: Write) -> None:
+        """Find the protocol of a message, and take its flags out."""
+        if connection.cut is None and not (write.has_head and write.length):
+            write.restore(connection.mtu or write.mtu, write.told_lengths)
+        if not write.length or not write.ranges or write.protocol is not None:
+            return
         framing = self._framing(connection, write)
         write.protocol = framing
-        if framing is not None and row[writes.FORM] == RAW and framing != "Simple":
+        if framing == "LL128" and connection.cut is not None:
+            self._read_lines(write)
+        elif framing is not None and write.row[writes.FORM] == RAW and framing != "Simple":
             write.unpack(FORMS[framing])
         key = (write.stream, write.rkey)
         if write.flag and write.row[writes.HAS_HEAD] and key not in self._confirmed:
             self._confirm(connection, write, key)
-        return write
+
+    @staticmethod
+    def _read_lines(write: Write) -> None:
+        """Take the flag only: slices may begin in one piece of a message and end in the next."""
+        found, write.flag = protocol_of(write.data, write.ranges, 0)
+        if found != "LL128":
+            write.ranges, write.complete = [], False
 
     def _framing(self, connection: Connection, write: Write) -> Framing | None:
         if connection.is_tcp:
@@ -68,17 +68,18 @@ class Unpacker:
             return known.pop()
         found = connection.protocols.get(write.rkey)
         if found is None and write.ranges:
-            found, flag = protocol_of(write.data, write.ranges)
+            length = len(write.data) if connection.cut is None else write.total or 0
+            found, flag = protocol_of(write.data, write.ranges, length)
             if found != "Simple" and not self._is_flag(connection, write, flag):
                 found = "Simple"
             connection.protocols[write.rkey] = found
-            if found != "Simple":
+            if found == "LL" or (found == "LL128" and connection.cut is None):
                 self._placer.place(write.stream, write.rkey, FORMS[found])
         return found
 
     def _by_content(self, connection: Connection, write: Write) -> Framing:
         """Of a message that has no key: its flags must go on from those before."""
-        found, flag = protocol_of(write.data, write.ranges)
+        found, flag = protocol_of(write.data, write.ranges, len(write.data))
         if connection.step is None:
             is_flag = self._is_flag(connection, write, flag)
         else:
@@ -102,7 +103,10 @@ class Unpacker:
         """The second message of a key shows whether the first was read rightly."""
         if connection.step is None:
             return
-        if 0 < abs(write.flag - 1 - connection.step) <= _NEAR:
+        ahead = abs(write.flag - 1 - connection.step)
+        if connection.cut is not None and not ahead:
+            return  # another piece of the same message
+        if 0 < ahead <= _NEAR:
             self._confirmed.add(key)
             return
         connection.protocols[write.rkey] = "Simple"

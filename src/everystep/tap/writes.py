@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from everystep.tap import roce
-from everystep.tap.pieces import LL, LL128, MESSAGE, PSN_COUNT, RAW, Bytes
+from everystep.tap.pieces import LL, LL128, MESSAGE, PSN_COUNT, RAW, Bytes, Messages
 from everystep.tap.schedule import Protocol
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class Write:
         "last_frame",
         "length",
         "offset",
+        "pieces",
         "position",
         "protocol",
         "psn",
@@ -67,12 +68,16 @@ class Write:
         "sent",
         "span",
         "stream",
+        "total",
+        "va",
     )
 
     def __init__(self, row: tuple[Any, ...], data: Bytes, ranges: Ranges) -> None:
         self.row = row
         self.data = data
         self.ranges = ranges
+        self.va: int = row[VA]
+        """Where its message was written to."""
         self.length: int = row[LENGTH]
         self.flag: int = row[FLAG]
         self.frame: int = row[FRAME]
@@ -94,6 +99,10 @@ class Write:
         """Whether this is the empty write behind a split message that was not seen whole."""
         self.is_used = False
         """Whether pieces of it were handed out."""
+        self.total: int | None = None
+        """Bytes of the whole message, where this is a piece of one (see cutting)."""
+        self.pieces: list[Write] = []
+        """Of a message that was put together."""
 
     @staticmethod
     def _may_be_part(row: tuple[Any, ...]) -> bool:
@@ -102,10 +111,6 @@ class Write:
         if row[IS_SPLIT] or row[HAS_IMMEDIATE] or row[LENGTH] <= _UNSPLIT_BYTES:
             return False
         return bool(row[IS_CHAIN] or row[SPAN] <= 1)
-
-    @property
-    def va(self) -> int:
-        return int(self.row[VA])
 
     @property
     def mtu(self) -> int:
@@ -118,6 +123,12 @@ class Write:
     @property
     def immediate(self) -> int | None:
         return int(self.row[IMMEDIATE]) if self.row[HAS_IMMEDIATE] else None
+
+    @property
+    def told_lengths(self) -> tuple[int, ...]:
+        """What the immediate may mean, in either order of its bytes: the length of a message."""
+        told = self.immediate
+        return (told, int.from_bytes(told.to_bytes(4, "little"), "big")) if told else ()
 
     @property
     def immediate_frame(self) -> int:
@@ -158,19 +169,19 @@ class Write:
         self.complete &= taken == self.ranges
         self.data, self.ranges = data, taken
 
-    def restore(self, mtu: int) -> None:
-        """Use the immediate, which is the length of the message, where its beginning was lost.
+    def restore(self, mtu: int, lengths: Sequence[int]) -> None:
+        """Use what the immediate tells of the length, where the beginning was lost.
 
         The immediate of an empty write that split messages have is that of the message before it.
         """
-        told = self.immediate
-        if not told or not mtu or (self.has_head and self.length):
+        if not mtu or (self.has_head and self.length):
             return
         is_tail = self.length == 0
-        for total in (told, int.from_bytes(told.to_bytes(4, "little"), "big")):
+        for total in lengths:
             span = -(-total // mtu)
             start = 0 if is_tail else (span - self.packets) * mtu
-            if total > _MAX_BYTES or (not is_tail and (start < 0 or start + self.length != total)):
+            fits = is_tail or (start >= 0 and start + self.length == total)
+            if not (fits and 0 < total <= _MAX_BYTES):
                 continue
             before = span if is_tail else span - self.packets
             self.psn = (self.psn - before) % PSN_COUNT
@@ -181,6 +192,20 @@ class Write:
             if is_tail:
                 self.ranges = []
             return
+
+    def shorten(self, nbytes: int) -> None:
+        """It was taken for the end of more: a write that went in packets with addresses of their
+        own has no length but that of the immediate."""
+        surplus = -(-self.length // self.mtu) - -(-nbytes // self.mtu) if self.mtu else 0
+        front = surplus * self.mtu
+        if surplus <= 0 or any(not front <= a <= b <= front + nbytes for a, b in self.ranges):
+            return
+        self.psn = (self.psn + surplus) % PSN_COUNT
+        self.span -= surplus
+        self.va += front
+        self.data = self.data[front // (2 if self.row[FORM] == LL else 1) :]
+        self.ranges = [(start - front, stop - front) for start, stop in self.ranges]
+        self.length, self.complete = nbytes, self.ranges == [(0, nbytes)]
 
     def lost_inside(self) -> int:
         """Packets that were lost between the first and the last one seen."""
@@ -223,8 +248,19 @@ class Write:
         return self.offset
 
 
-def protocol_of(raw: Bytes, ranges: Sequence[tuple[int, int]]) -> tuple[Protocol, int]:
-    """What the bytes of a message look like, and the flag: LL, LL128, or Simple with 0.
+def write_of(row: tuple[Any, ...], messages: Messages) -> Write:
+    """A message as it came."""
+    at = row[AT]
+    ranges = [(0, row[LENGTH])]
+    if not row[COMPLETE]:
+        rows = messages.ranges[row[RANGE_AT] : row[RANGE_AT] + row[RANGES]]
+        ranges = [(start, stop) for start, stop in rows.tolist()]
+    return Write(row, messages.data[at : at + row[NBYTES]], ranges)
+
+
+def protocol_of(raw: Bytes, ranges: Sequence[tuple[int, int]], length: int) -> tuple[Protocol, int]:
+    """What the bytes of a message of this length look like, and the flag: LL, LL128, or Simple with
+    0.
 
     Bytes of equal words look like LL; whether the flag goes on from message to message tells.
     """
@@ -234,7 +270,7 @@ def protocol_of(raw: Bytes, ranges: Sequence[tuple[int, int]]) -> tuple[Protocol
             start, stop = -(-start // line) * line, stop // line * line
             if start < stop:
                 flags.append(_flags(raw[start:stop], protocol))
-        if len(raw) % unit == 0 and flags:
+        if length % unit == 0 and flags:
             every = np.concatenate(flags)
             first = int(every[0])
             if 0 < first < MAX_FLAG and bool((every == first).all()):
