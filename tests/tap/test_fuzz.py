@@ -67,6 +67,7 @@ NCCL = [
         Wire(mtu=1024, adaptive=True, queue_pairs=2, version=24),
     )
 ]
+CUT = [_nccl(Wire(mtu=1024, queue_pairs=q, split=True, adaptive=q > 2)) for q in (2, 3)]
 GLOO = [_gloo(2), _gloo(3)]
 
 
@@ -166,6 +167,7 @@ def one(seed: int) -> int:
     """One mutated capture; how many packets were mutated."""
     draw = random.Random(seed)
     through, bases = ((through_nccl, NCCL), (through_gloo, GLOO))[seed % 3 == 0]
+    bases = CUT if bases is NCCL and seed % 7 == 1 else bases
     frames, hit = mutated(draw.choice(bases), draw)
     began_s = time.process_time()
     with contextlib.suppress(NotACapture):
