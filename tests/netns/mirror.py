@@ -25,22 +25,23 @@ def _run(*words: str) -> str:
 @contextlib.contextmanager
 def mirrored(seen: Host, by: Host) -> Iterator[None]:
     """Let `by` see all frames of the port of `seen`, on `INTERFACE`."""
-    switch = seen.name[: seen.name.rindex("h")] + "s"
-    port = "port" + seen.name[seen.name.rindex("h") + 1 :]
-    _run("ip", "-n", switch, "link", "add", "mirror", "type", "veth", "peer", "name", INTERFACE,
+    place = seen.name.rindex("h")
+    switch, number = seen.name[:place] + "s", seen.name[place + 1 :]
+    port, shown = f"port{number}", f"mirror{number}"
+    _run("ip", "-n", switch, "link", "add", shown, "type", "veth", "peer", "name", INTERFACE,
          "netns", by.name)  # fmt: skip
     try:
-        _run("ip", "-n", switch, "link", "set", "mirror", "up")
+        _run("ip", "-n", switch, "link", "set", shown, "up")
         _run("ip", "-n", by.name, "link", "set", INTERFACE, "up")
         _run("tc", "-n", switch, "qdisc", "add", "dev", port, "clsact")
         for way in ("ingress", "egress"):
             rule = ["protocol", "all", "u32", "match", "u32", "0", "0"]
-            copy = ["action", "mirred", "egress", "mirror", "dev", "mirror"]
+            copy = ["action", "mirred", "egress", "mirror", "dev", shown]
             _run("tc", "-n", switch, "filter", "add", "dev", port, way, *rule, *copy)
         yield
     finally:
         subprocess.run(["tc", "-n", switch, "qdisc", "del", "dev", port, "clsact"], check=False)
-        _run("ip", "-n", switch, "link", "del", "mirror")
+        _run("ip", "-n", switch, "link", "del", shown)
 
 
 def sent_bytes(host: Host) -> int:

@@ -64,6 +64,7 @@ class Scene:
 
     def __init__(self, all_hosts: list[Host], size: int, run: Path, folder: Path) -> None:
         self.training, self.watching = all_hosts[:size], all_hosts[-1]
+        self._addresses: list[str] = []
         self._run, self._folder = run, folder
         self._token = folder / "token"
         at.make_secret(self._token)
@@ -74,12 +75,18 @@ class Scene:
         return self._folder / f"{life}-{rank}"
 
     def watch(self, **options: object) -> None:
-        self.shadow = self.watching.start(
-            "netns.job.shadow", self.shadow_out, folder=str(self._folder / "shadow"),
-            address=self.watching.address, port=PORT, token_file=str(self._token),
+        self.shadow = self.watch_by(self.watching, self.shadow_out, **options)
+
+    def watch_by(self, host: Host, out: Path, **options: object) -> Child:
+        """One more shadow of the run."""
+        shadow = host.start(
+            "netns.job.shadow", out, folder=str(self._folder / "shadow"),
+            address=host.address, port=PORT, token_file=str(self._token),
             **{"persist_every": 50, "interface": mirror.INTERFACE} | options,
         )  # fmt: skip
-        until(lambda: told(self.shadow_out, "listens"), DEADLINE_S, "the shadow to listen")
+        self._addresses.append(f"{host.address}:{PORT}")
+        until(lambda: told(out, "listens"), DEADLINE_S, "the shadow to listen")
+        return shadow
 
     def train(self, life: int, steps: int, **options: object) -> list[Child]:
         return [
@@ -92,7 +99,7 @@ class Scene:
                 steps=steps,
                 tap="wire",
                 rendezvous=f"tcp://{self.training[0].address}:{29500 + life}",
-                address=f"{self.watching.address}:{PORT}",
+                address=",".join(self._addresses),
                 token_file=str(self._token),
                 **options,
             )
@@ -245,6 +252,36 @@ def test_steps_are_had_out_of_a_capture_that_is_being_written(
     assert proved(folded(scene.shadow_out), scene.lives()) > 30
     logged = stored(tmp_path / "shadow", 2, every=5)
     assert proved(logged, scene.lives()) > 30 // 5  # of what it has written, too
+
+
+def test_two_shadows_that_see_a_port_each_split_a_run(
+    all_hosts: list[Host], run_dir: Path, tmp_path: Path
+) -> None:
+    """Each reads all gradients off its own mirror, and has the state of its rank at every step; a
+    restart gets the last step of both."""
+    scene, other, other_out = Scene(all_hosts, 2, run_dir, tmp_path), all_hosts[-2], tmp_path / "2"
+    with mirror.mirrored(all_hosts[1], other):
+        scene.watch()
+        second = scene.watch_by(other, other_out)
+        scene.train(1, ENDLESS)
+        scene.until_in_shadow(SOON, DEADLINE_S)
+        scene.until_in_shadow(SOON + 50, DEADLINE_S)
+        scene.kill()
+        for child in scene.train(2, LATER, further=True):
+            assert child.wait(DEADLINE_S) == 0, child.said()
+        second.kill(signal.SIGTERM)
+        scene.end()
+        assert second.wait(DEADLINE_S) == 0, second.said()
+    (had, others), lives = (folded(scene.shadow_out), folded(other_out)), scene.lives()
+    assert all({*parts} == {0} for parts in had.values())
+    assert all({*parts} == {1} for parts in others.values())
+    both = {step: had[step] | others[step] for step in had.keys() & others.keys()}
+    assert proved(both, lives) > 50
+    for rank in range(2):
+        (restored,) = told(scene.out(2, rank), "restored")
+        before = {one["step"]: one["whole"] for one in told(scene.out(1, rank), "step")}
+        assert restored["step"] in both
+        assert restored["whole"] == before[restored["step"]]
 
 
 def test_noise_on_gradients_ends_in_full_checkpoints(
