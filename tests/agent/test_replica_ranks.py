@@ -203,16 +203,22 @@ def test_a_rank_that_stores_its_steps_itself(begin: Begin) -> None:
     assert pair.stored(0) == [1, 9]
 
 
-def test_a_rank_without_any_state(begin: Begin) -> None:
-    """It says so, and nobody waits for it."""
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_rank_without_any_state(ends: bool, begin: Begin) -> None:
+    """It says so, and nobody waits for it; not even where it is gone before the other has asked."""
     pair = begin()
+    if ends:
+        pair.alive.discard(1)
+        pair.ranks[1].agent.close()
+        assert len(pair.told()) == 1
     trainer = pair.ranks[0]
     trainer.stage(1)
     trainer.until_told(p.Mirrored, 1)
     trainer.open(1)
     trainer.record(2, 3, safe=2)
     trainer.until_folded(2)
-    pair.die(1)
+    if not ends:
+        pair.die(1)
     pair.die(0)
     until(lambda: pair.stored(0)[-1:] == [2], DEADLINE_S, "step 2")
 

@@ -231,6 +231,10 @@ class TwoRanks:
         for lives in self.ranks:
             lives.finish(total or self._total)
             lives.board.close()
+        return self.said()
+
+    def said(self) -> str:
+        """What both ranks have said in this life."""
         return "".join(lives.child.said() for lives in self.ranks if lives.child is not None)
 
 
@@ -276,10 +280,13 @@ def test_the_agent_of_one_of_two_ranks_is_killed(
 ) -> None:
     """Its rank begins anew; nobody takes this for a difference between the ranks."""
     job = TwoRanks(zygote, quick_path, 80)
-    job.begin(80, **options)
+    job.begin(80, limit=50, **options)
     for lives in job.ranks:
         lives.reach(30)
     os.kill(agents_of(job.ranks[0].run)[0], signal.SIGKILL)
+    until(lambda: "has died" in job.said(), 60, "its death to be noticed")
+    for lives in job.ranks:
+        lives.board["limit"] = 0
     said = job.finish()
     assert said.count("has died: starting another") == 1
     assert "different bits" not in said

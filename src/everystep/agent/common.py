@@ -29,6 +29,8 @@ class Common:
         self.safe = 0
         """Every rank has handed over its record of this step."""
         self._hurry = self._abandoned = False
+        self.has_looked = False
+        """Whether others have been told how far this rank can go, since training has stopped."""
         self._patience_ends_s = self._asked_s = 0.0
 
     def drain(self, *, on: bool, is_alone: bool) -> None:
@@ -40,6 +42,7 @@ class Common:
         self._abandoned = self._abandoned or is_alone
         if on and not self._hurry:
             self._patience_ends_s = time.monotonic() + PATIENCE_S
+            self.has_looked = False
         if not on and not self._abandoned:
             self._newest.withdraw()
             self.step = None
@@ -86,6 +89,7 @@ class Common:
         step = self._newest.common()
         with self._guard:
             self.put_off()
+            self.has_looked = True
             if step is not None and self.step is None and self._hurry:
                 self.step = max(step, at_least)
 
@@ -94,6 +98,7 @@ class Common:
         self._newest.forget_earlier()
 
     def close(self) -> None:
-        """Nothing that this rank has told holds any more, unless all have agreed on it."""
-        if self.step is None or self._newest.all_agreed:
+        """Nothing that this rank has told holds any more, unless all have agreed on it, or it is
+        that it holds nothing."""
+        if not self._newest.has_nothing and (self.step is None or self._newest.all_agreed):
             self._newest.withdraw()

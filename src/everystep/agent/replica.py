@@ -84,6 +84,8 @@ class Replica(Keeper):
         """Whether all that can be folded is, and is written or refused, if nothing new comes."""
         if self._busy or self._is_under_way() or self._awaits_others():
             return False
+        if self._held is None and self._looks_for_others() and not self._has_looked():
+            return False  # they would wait for word from this one
         if self._next() not in (None, self._look_for_others):
             return False
         return self._base is None or self._base.is_written
@@ -157,6 +159,9 @@ class Replica(Keeper):
     def _looks_for_others(self) -> bool:
         return self._common is not None and self._base is None and self._common.is_open
 
+    def _has_looked(self) -> bool:
+        return self._common is not None and self._common.has_looked
+
     def _awaits_others(self) -> bool:
         is_open = self._held is not None and self._looks_for_others()
         return is_open and self._common is not None and self._common.waits
@@ -170,7 +175,7 @@ class Replica(Keeper):
             reached = 0 if self._held is None else self._step
             while reached + 1 in steps:
                 reached += 1
-            if self._beside is not None and not self._beside.is_settled():
+            if reached and self._beside is not None and not self._beside.is_settled():
                 self._common.put_off()
                 return  # a copy must be able to go as far
         self._common.look(reached, self._step)

@@ -95,8 +95,17 @@ class Newest:
         self._done: set[str] = set()
 
     def tell(self, newest: int) -> None:
-        """This rank holds what takes it to this step; nothing is said where the store refuses."""
-        self._put(_Told(newest, self._told is not None and self._told.agreed))
+        """This rank holds what takes it to this step; nothing is said where the store refuses.
+
+        One that holds nothing (0) needs to hear nobody.
+        """
+        has_heard = self._told is not None and self._told.agreed
+        self._put(_Told(newest, agreed=has_heard or not newest))
+
+    @property
+    def has_nothing(self) -> bool:
+        """Whether this rank has told that it holds nothing."""
+        return self._told is not None and self._told.newest == 0
 
     def stand_back(self) -> None:
         """This rank has every step that others may come to: it stores them itself."""
