@@ -41,6 +41,10 @@ WERE_WRONG_UNTOLD = (
 )
 """Likewise, where sizes were not told: sequence numbers that had come round to small ones."""
 
+WERE_WRONG_CUT = (191, 203698)
+"""Likewise, with every message cut: a send taken for what an all-reduce left out, and an added step
+that showed only where it was looked for further on."""
+
 PARTS = 10
 """Tests that share them."""
 
@@ -183,6 +187,11 @@ def test_what_was_wrong_is_right_or_missing(seed: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", WERE_WRONG_UNTOLD)
 def test_what_was_wrong_where_sizes_are_not_told(seed: int, tmp_path: Path) -> None:
     check(untold(seed), tmp_path / "x.pcap")
+
+
+@pytest.mark.parametrize("seed", WERE_WRONG_CUT)
+def test_what_was_wrong_where_messages_are_cut(seed: int, tmp_path: Path) -> None:
+    check(cut(seed), tmp_path / "x.pcap")
 
 
 @pytest.mark.parametrize("seed", range(5000, 5060))

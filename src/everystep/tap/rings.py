@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from everystep.tap import bringup
 from everystep.tap.added import has_added_step
@@ -39,8 +40,7 @@ _MAX_WALK = 4096
 """Messages in a row whose lengths are foreseen."""
 
 _LOOKS = 64
-"""Looks at messages that wait, for each that has come: what cannot be made out from so many is left
-out, so that no capture takes longer than its size says."""
+"""At messages that wait, for each that has come; then they are left out: time is bounded by size."""
 
 Place = Callable[[Connection, Write, Window, int], None]
 """Called for a message whose collective is known, with its place in the window."""
@@ -191,11 +191,10 @@ class Ring(Channels):
             return False
         loop = range(first.base, first.base + self.loop_messages())
         if any(position not in first.pending for position in loop):  # it may only be late
-            return bool(first.pending) and max(first.pending) > first.base + _PATIENCE
-        told = self.expected.count(self.number or 0) is not None
-        if told and self.is_settled and len(first.courses) < 2 and not self._rules_open():
-            return True
-        return self._has_begun(first)
+            return max(first.pending, default=0) > first.base + _PATIENCE
+        is_told = self.is_settled and self.expected.count(self.number or 0) is not None
+        is_plain = is_told and not first.is_spread and not self._rules_open()
+        return is_plain or self._has_begun(first)
 
     def _rules_open(self) -> bool:
         """Whether a told size is not enough: how NCCL cuts it must be seen whole first."""
@@ -295,13 +294,14 @@ class Ring(Channels):
             return False
         if self.expected.schedules(number, self.protocol(), len(self.channels)):
             return False
-        ahead = 0
+        ahead, shapes = 0, self.expected.shapes
         for later in range(number, number + _AHEAD):
             size = self.expected.count(later)
             if later > number and size == count:
                 if not self._may_look():
                     return False
-                if self._take_best(self.readings(ahead)):
+                found = self.readings(ahead)  # here, what does not fit there may
+                if self._take_best(replace(s, shape=one) for s in found for one in shapes):
                     return True
             ahead += self.messages_of(size or 0)
         return False
