@@ -40,7 +40,7 @@ _MAX_WALK = 4096
 """Messages in a row whose lengths are foreseen."""
 
 _LOOKS = 64
-"""At messages that wait, for each that has come; then they are left out: time is bounded by size."""
+"""At what waits, for each message that comes; then it is left out: time is bounded by size."""
 
 Place = Callable[[Connection, Write, Window, int], None]
 """Called for a message whose collective is known, with its place in the window."""
