@@ -47,7 +47,7 @@ class Cut:
         self._is_known = False
         self._order = 0
         """Which reading of an immediate is right."""
-        self._mtu = 0
+        self._mtu = self._looks_in = 0
         self._held: list[Write] = []
         self._messages: dict[int, _Message] = {}
         self._waiting: set[int] = set()
@@ -61,13 +61,13 @@ class Cut:
         it is not clear which queue pair carries what, and those that waited once it is."""
         if write.stream not in self._places:
             self._places[write.stream] = 0
-            self._is_known = False  # it was taken for one of fewer
+            self._is_known, self._looks_in = False, 0  # it was taken for one of fewer
             self._messages.clear()
             self._waiting.clear()
         self._mtu = max(self._mtu, write.mtu)
         self._left_out += len(self._held) >= _MAX_HELD
         self._held = [*self._held[1 - _MAX_HELD :], write]
-        if not (self._is_known or self._learn()):
+        if not (self._is_known or self._may_learn()):
             return []
         ready, self._held = self._held, []
         return [one for one in ready if self._note(one)]
@@ -76,6 +76,14 @@ class Cut:
     def left_out(self) -> int:
         """Pieces of which it is not known where they belong, or that contradict each other."""
         return self._left_out + len(self._held)
+
+    def _may_learn(self) -> bool:
+        """Whether it is known now; the more wait, the more seldom they are looked at."""
+        self._looks_in -= 1
+        if self._looks_in > 0:
+            return False
+        self._looks_in = len(self._held) // 8
+        return self._learn()
 
     def _learn(self) -> bool:
         """Whether some message is there whole, by its addresses: it shows which queue pair carries
@@ -119,7 +127,7 @@ class Cut:
         if not (write.has_head and write.length) and not write.rkey:
             write.restore(self._mtu, (nbytes,))
         write.va -= before
-        is_right = write.has_head and write.length == nbytes
+        is_right = write.has_head and write.length == nbytes and write.total <= _MOST_BYTES
         self._left_out += not is_right
         return is_right
 
@@ -144,6 +152,9 @@ class Cut:
     def put(self, write: Write, position: int) -> list[Write]:
         """Put a piece to the others of its message; gives messages that are whole now, or to which
         nothing more will come."""
+        if not self._is_known:
+            self._left_out += 1
+            return []
         message = self._messages.get(position)
         if message is None:
             message = self._messages[position] = _Message()
