@@ -362,9 +362,9 @@ class Ring(Channels):
         telling = self.telling_frames(plans)
         self.adrift |= (self.expected.schedule(self.number or 0) or schedule) != schedule
         if not self.adrift and self.number is not None:
-            self.adrift = not self.expected.may_tell(self.number, telling)
+            self.adrift = not self.expected.may_tell(self.number, [frame for frame, _ in telling])
             return None if self.adrift else self.number
-        others = {self.expected.number_at(frame) for frame in telling}
+        others = {self.expected.number_at(frame) for frame, is_late in telling if not is_late}
         number = others.pop() if len(others) == 1 else None
         if number is not None and self.expected.schedule(number) == schedule:
             self.adrift = False

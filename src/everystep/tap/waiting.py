@@ -126,18 +126,20 @@ class Channels:
             agreeing += found[0]
         return agreeing
 
-    def telling_frames(self, plans: list[Plan]) -> list[int]:
-        """Frames of the messages that tell which all-reduce this is: see `number_at`. Not those of
-        packets that came late: what follows them on their connection was sent after them."""
+    def telling_frames(self, plans: list[Plan]) -> list[tuple[int, bool]]:
+        """Frames of the messages that tell which all-reduce this is: see `number_at`. Of packets
+        that came late, the frame of what follows them on their connection, since that was sent
+        after them; and whether it is so."""
         last = self.expected.shape.ranks - 1
         found = []
         for connection, plan in zip(self.channels, plans, strict=False):
             base, frame = connection.base or 0, sys.maxsize
             for position in sorted(connection.pending, reverse=True):
-                frame = min(frame, connection.pending[position].frame)
+                its = connection.pending[position].frame
+                frame = min(frame, its)
                 sent = plan.sends[position - base] if position < base + len(plan.sends) else None
                 if sent is not None and sent.ring_step == last:
-                    found.append(frame)
+                    found.append((frame, frame < its))
         return found
 
     def _bases_after(
