@@ -8,14 +8,12 @@ from itertools import accumulate
 
 from everystep.tap.collectives import Collective, Plan
 from everystep.tap.located import SPLIT_BYTES, Located
-from everystep.tap.positions import SIZE_BYTES, Window, offsets_of
+from everystep.tap.positions import SIZE_BYTES, SLOTS, Window, offsets_of
 from everystep.tap.schedule import Protocol
 from everystep.tap.writes import Write
 
 _MAX_HEADLESS = 64
 _KEPT_OF_A_GAP = 64
-_NEAR = 8
-"""Slots of a buffer: so many messages can be under way."""
 
 Walk = Callable[["Connection", Write, int, int], "int | None"]
 """See located."""
@@ -82,7 +80,7 @@ class Connection(Located):
     def frames_at_base(self) -> list[int]:
         """Frames that show that the message at the base was, or will be, sent."""
         base = self.base or 0
-        found = [w.frame for position, w in self.pending.items() if position - base < _NEAR]
+        found = [w.frame for position, w in self.pending.items() if position - base < SLOTS]
         found += [write.frame for write in (*self.headless, *self.floating)]
         found += [] if self.cut is None else self.cut.frames()
         return found + self.rooms.frames_from(base)

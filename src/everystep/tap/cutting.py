@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from everystep.tap import writes
+from everystep.tap.positions import LAP, SLOTS
 from everystep.tap.schedule import ceil, up
 from everystep.tap.writes import FORMS, Write
 
@@ -22,12 +23,6 @@ _MOST_BYTES = 1 << 24
 _MAX_HELD = 256
 _KEPT = 64
 """Messages whose pieces are remembered: some may come late."""
-
-_LATE = 8
-"""Slots of a buffer: when the message so many later has begun, this one is over."""
-
-_LAP = 4
-"""A ring writes to an address again after so many messages at the earliest."""
 
 
 def is_piece(write: Write) -> bool:
@@ -139,7 +134,7 @@ class Cut:
     def beside(self, write: Write, lawful: range) -> int | None:
         """The one of some positions at which another piece of the message stands, by the address;
         None if that is not sure."""
-        if len(lawful) > _LAP or write.total is None or not write.rkey:
+        if len(lawful) > LAP or write.total is None or not write.rkey:
             return None
         its = (write.va, write.rkey, write.total)
         found = [
@@ -162,7 +157,7 @@ class Cut:
         write.data = write.data.copy()  # what it lies in will be overwritten
         message.append(write)
         self._newest = max(self._newest, position)
-        over = {other for other in self._waiting if other <= self._newest - _LATE}
+        over = {other for other in self._waiting if other <= self._newest - SLOTS}
         if position not in self._waiting or self._is_whole(message):  # late ones are added to it
             over.add(position)
         self._waiting -= over

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from everystep.tap.cutting import Cut
 from everystep.tap.pieces import TCP_STREAMS
-from everystep.tap.positions import BYTES, PACKETS, Course, Record, Rooms, Windows
+from everystep.tap.positions import BYTES, LAP, PACKETS, Course, Record, Rooms, Windows
 from everystep.tap.writes import Write
 
 _SMALL_STEP = 64
@@ -19,9 +19,6 @@ _SMALL_STEP = 64
 
 _MAX_FLOATING = 256
 _WINDOWS = 64
-_LAP = 4
-"""A ring writes to an address again after so many messages at the earliest."""
-
 _FLAGS = 1 << 32
 
 SPLIT_BYTES = 8192
@@ -198,7 +195,7 @@ class Located:
     def _is_last(self, write: Write, least: int, stop: int | None) -> bool:
         """Whether a message stands where the last record of its address says, though a later one
         may be lost: there must be no room for another lap."""
-        lap = _LAP if self.role == "ring" else 1
+        lap = LAP if self.role == "ring" else 1
         if stop is not None and least + lap >= stop:
             return True
         most = self.rooms.most(write.frame)
@@ -206,7 +203,7 @@ class Located:
 
     def _agrees(self, position: int, least: int) -> bool:
         """Whether a position is that of the last record of its address, or whole laps later."""
-        return position == least or position >= least + (_LAP if self.role == "ring" else 1)
+        return position == least or position >= least + (LAP if self.role == "ring" else 1)
 
     def _is_early(self, write: Write) -> bool:
         """Whether the connection was made just before its first message was seen."""

@@ -19,6 +19,12 @@ from everystep.tap.pieces import PSN_COUNT
 Record = tuple[tuple[int, int], int, int]
 """Of a receiver: address and key, number of the message (from 1), and the frame that it came in."""
 
+SLOTS = 8
+"""Of a buffer: so many messages can be under way, at most."""
+
+LAP = 4
+"""A ring writes to an address again after so many messages at the earliest."""
+
 _MAX_ROOMS = 256
 _LAPS = 32
 _RECENT = 64
