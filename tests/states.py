@@ -105,11 +105,16 @@ def _frozen(value: Any, seen: dict[Any, FrozenTensor]) -> Any:
     return _Leaf(kind, value.copy() if isinstance(value, set) else value)
 
 
+_MOST_SHOWN = 1000
+"""Characters: a random state has thousands."""
+
+
 def assert_same_state(one: Any, other: Any) -> None:
     """Fail, naming the first place that differs: types, tree, dtype, shape, strides of dense
     tensors, bits (NaN payloads too), and which places are one tensor."""
     line = difference(one, other)
-    assert line is None, line
+    if line is not None:
+        raise AssertionError(line[:_MOST_SHOWN])
 
 
 def difference(one: Any, other: Any) -> str | None:
