@@ -207,11 +207,17 @@ class Located:
 
     def _is_early(self, write: Write) -> bool:
         """Whether the connection was made just before its first message was seen."""
-        if write.psn > self.numbers.small:
+        if write.psn > self.numbers.small or self._is_behind_others(write.stream):
             return False
         if self.cut is not None:
             return self.step is None or self.from_start
         return self.step is None and len(self.courses) == 1
+
+    def _is_behind_others(self, stream: int) -> bool:
+        """Whether messages have come whose numbers are before the first, counted modulo."""
+        return any(
+            one.stream == stream and self.numbers.after(one.psn, 0) < 0 for one in self.floating
+        )
 
     def _has_come_round(self) -> bool:
         """Whether steps tell that small sequence numbers are not the first."""
