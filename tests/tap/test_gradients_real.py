@@ -58,13 +58,18 @@ def record(zygote: Zygote, folder: Path, ranks: int, way: str) -> tuple[list[byt
     ("ranks", "way"), [*itertools.product([2], WAYS), (3, "loss"), (4, "accumulated"), (4, "loss")]
 )
 def test_every_step_is_exact(zygote: Zygote, quick_path: Path, ranks: int, way: str) -> None:
+    """With numbers, every one; without, but for the first at times."""
     packets, told, truth = record(zygote, quick_path, ranks, way)
     first, last = told[0][0][0], told[ITERATIONS - 1][0][-1]
     assert (first == last) == (way == "unused")
     assert len(last) > 1
     for is_counted in (True, False):
         found = followed(gradients_of(ranks), packets, told, truth, is_counted=is_counted)
-        assert found.exact == [*truth]
+        # which rank sends a stream shows by a segment that is shorter: if none of the first step's
+        # comes early, an all-reduce that has none is given up before it is known to be over
+        late = [] if is_counted else [*found.lacking]
+        assert late in ([], [0])
+        assert found.exact == [step for step in truth if step not in late]
         assert found.wrong <= (0 if is_counted else ITERATIONS)
 
 
