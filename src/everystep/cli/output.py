@@ -140,7 +140,7 @@ def _show_rich(blocks: Iterable[Block]) -> None:
         columns, rows = block.filled()
         for column in columns:
             justify = "right" if column.right else "left"
-            table.add_column(column.title, justify=justify, overflow="fold")  # type: ignore[arg-type]
+            table.add_column(column.title, justify=justify, overflow="fold")  # type: ignore[arg-type]  # rich wants a Literal
         for row in rows:
             table.add_row(*(Text(cell.text, cell.style) for cell in row))
         console.print(table)

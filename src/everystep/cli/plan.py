@@ -169,7 +169,7 @@ def _figures(given: dict[str, float | None]) -> tuple[Figures, list[str]]:
     }
     assumed = [key for key in _ASSUMED if given[key] is None]
     filled = {key: stand_ins[key] if value is None else value for key, value in given.items()}
-    return Figures(**filled), assumed  # type: ignore[arg-type]
+    return Figures(**filled), assumed  # type: ignore[arg-type]  # it checks them itself
 
 
 def _on_device(run: Run, rank: int) -> bool | None:

@@ -147,7 +147,7 @@ def kept_of(n: int, density: float) -> int:
 
 
 def _check_density(record: Struct, value: object) -> None:
-    if type(value) not in (int, float) or not 0 < value <= 1:  # type: ignore[operator]
+    if type(value) not in (int, float) or not 0 < value <= 1:  # type: ignore[operator]  # a number, as just seen
         name = type(record).__name__
         raise UsageError(f"{name}(density={value!r}): not above 0 and at most 1")
 

@@ -138,7 +138,7 @@ class CompressionHook:
             for number, parameter in enumerate(self._parameters):
                 if parameter.requires_grad:
                     touched = uncompiled(self._toucher(number))
-                    parameter.register_post_accumulate_grad_hook(touched)  # type: ignore[no-untyped-call]
+                    parameter.register_post_accumulate_grad_hook(touched)  # type: ignore[no-untyped-call]  # torch has no types here
         if ddp is not None:
             # torch reads annotations as objects, and here they are strings
             ddp.register_comm_hook(self, uncompiled(lambda state, bucket: state.on_bucket(bucket)))

@@ -65,7 +65,7 @@ class Known(NamedTuple):
 
 
 def _memory(tensor: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 def known_of(

@@ -37,7 +37,7 @@ class BucketLayout(NamedTuple):
     """As torch writes it, such as `float32`."""
 
 
-class _WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """`zeros_like` gives the tensor itself."""
 
     def __torch_dispatch__(
@@ -69,7 +69,7 @@ def layout(ddp: DistributedDataParallel, names: ModelNames) -> tuple[BucketLayou
         raise Unsupported("this torch does not tell DDP's buckets", hint="use torch 2.6 to 2.13")
     try:
         # torch makes zeros as large as all gradients only to be looked at
-        with _WithoutMemory():  # type: ignore[no-untyped-call]
+        with _WithoutMemory():  # type: ignore[no-untyped-call]  # torch has no types here
             buckets = ask()
     except RuntimeError as error:  # a sparse bucket has no tensor before its backward
         raise Unsupported(f"torch does not tell DDP's buckets: {error}") from error
@@ -95,4 +95,4 @@ def last_collective(ddp: DistributedDataParallel) -> int | None:
     group = ddp.process_group
     if torch.distributed.get_backend(group) != "gloo":
         return None
-    return int(group._get_sequence_number_for_group()) - 1  # type: ignore[attr-defined]
+    return int(group._get_sequence_number_for_group()) - 1  # type: ignore[attr-defined]  # of every group; torch's stubs lack it
