@@ -183,6 +183,11 @@ class Tail:
             if reserved is not None:
                 reserved[0].stretches.take_back()
 
+    def unsaved(self) -> list[int]:
+        """The steps whose records are not known to be durable."""
+        with self._changed:
+            return [kept.record.step for kept in self._kept]
+
     # ------------------------------------------------------------ for the client, `changed` held
 
     def heard(self, message: p.Logged | p.NotLogged | p.Folded) -> None:
@@ -200,10 +205,6 @@ class Tail:
             kept = self._kept.popleft()
             rings[kept.record.ring].stretches.free()
         self._drop_idle()
-
-    def unsaved(self) -> list[int]:
-        """The steps whose records are not known to be durable."""
-        return [kept.record.step for kept in self._kept]
 
     def handed_over(self) -> Iterator[tuple[Any, int | None]]:
         """All that a new agent must be told, in order: messages and their descriptors."""
