@@ -19,10 +19,12 @@ from everystep.agent import protocol as p
 from everystep.agent.handover import seal_of
 from everystep.agent.sink import Sealed
 from everystep.engine.meter import Cost
+from everystep.engine.recorder import Recorder
 from everystep.logged import Logged
 from everystep.pace import Pace
 from everystep.planning.intervals import Choice, Costs, Limits, choose
 from everystep.state.objects import Objects
+from waiting import until
 
 
 def _objects() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -98,6 +100,30 @@ def test_a_full_that_the_log_goes_on_from_is_sealed_as_owed(
         ck._session._engine.owe()  # type: ignore[union-attr]
         _train(model, optimizer, ck, 3)
     assert owed == [1, 5]
+
+
+@pytest.mark.usefixtures("patience")
+def test_a_delta_may_be_durable_before_its_step_has_ended(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = _objects()
+    strategy = everystep.Deltas(full_every=100, batch=1, check=False)
+    real = Recorder.step
+    with everystep.Checkpointer(run_dir, model=model, optimizer=optimizer, strategy=strategy) as ck:
+        ck.restore()
+        _train(model, optimizer, ck, 1)
+        chain = ck._session._chain  # type: ignore[union-attr]
+
+        def step(recorder: Recorder, number: int, *rest: Any) -> str | None:
+            problem = real(recorder, number, *rest)
+            until(lambda: chain.newest_logged == number, 60, "the delta to be durable")
+            return problem
+
+        monkeypatch.setattr(Recorder, "step", step)
+        _train(model, optimizer, ck, 3)
+    assert [(s.step, s.durable, s.written_bytes > 0) for s in ck.stats] == [
+        (step, True, True) for step in range(1, 5)
+    ]
 
 
 # ---------------------------------------------------------------- alone

@@ -95,10 +95,6 @@ class Recorded(Staged):
     def step(self, ref: StepRef, metrics: dict[str, Json]) -> None:
         """End a step; see `Checkpointer.step`."""
         cost = self._engine.cost
-        if self._recorder is not None:
-            problem = self._recorder.step(ref.step, metrics, cost) or self._broken()
-            if problem is not None:
-                self._gap(ref, problem, cost)
         super().step(ref, metrics)
         if self._recorder is None:
             return
@@ -107,6 +103,13 @@ class Recorded(Staged):
             self._note_deviation(cost, f"no gradients are copied during backward: {why}")
         if cost.due and cost.error is None:
             self._recorder.full_stored(ref.step)
+
+    def _record_step(self, ref: StepRef, metrics: dict[str, Json], cost: Cost) -> None:
+        """Hand over its delta, or have it stored in full."""
+        if self._recorder is not None:
+            problem = self._recorder.step(ref.step, metrics, cost) or self._broken()
+            if problem is not None:
+                self._gap(ref, problem, cost)
 
     def _note_deviation(self, cost: Cost, what: str) -> None:
         """Say it in the log, and in what is told of the step."""

@@ -205,8 +205,9 @@ class Staged:
 
     def step(self, ref: StepRef, metrics: dict[str, Json]) -> None:
         """End a step; see `Checkpointer.step`."""
-        entry = self._log.begin(ref.step, self._restored)
+        entry = self._log.begin(ref.step, self._restored)  # all that is told of it finds its entry
         cost = self._engine.cost
+        self._record_step(ref, metrics, cost)
         try:
             self._engine.step(ref.step, metrics)
             self._costs.append((cost, entry))
@@ -219,6 +220,9 @@ class Staged:
         if len(self._costs) >= _TOLD_AT_ONCE:
             self._tell_costs(finished_only=True)
         self.hear()
+
+    def _record_step(self, ref: StepRef, metrics: dict[str, Json], cost: Cost) -> None:
+        """Hand over what is kept of a step besides its state."""
 
     def refresh(self) -> None:
         """Bring the statistics of steps that are still being copied up to date."""
