@@ -128,8 +128,11 @@ class Scene:
         """`bytes` of `STEPS` steps in a row; of the first in which nothing was lost, since a state
         that is sent again is no part of what a step costs, and a host may stand still for long."""
         for _ in range(_MOST_TRIES):
-            before, lacked = self.bytes(), self.not_seen()
-            begun = min(last(self.out(1, rank))["in_shadow"] for rank in range(len(self.training)))
+            lacked, ranks = self.not_seen(), range(len(self.training))
+            newest = max(last(self.out(1, rank))["step"] for rank in ranks)
+            self.until_in_shadow(newest + 1, DEADLINE_S)  # a state for what it lacked has come
+            before = self.bytes()
+            begun = min(last(self.out(1, rank))["in_shadow"] for rank in ranks)
             self.until_in_shadow(begun + STEPS, DEADLINE_S)
             after = self.bytes()
             if self.not_seen() == lacked:
