@@ -116,6 +116,8 @@ class Expectations:
         """Whether channels own parts of the buffer (NCCL 2.20 and later); None: not known."""
         self.is_fine = False
         """Whether the records are those of NCCL 2.24 or later: chunks are multiples of 16 bytes."""
+        self.is_absolute = True
+        """Whether all-reduces are numbered from the first that there was, as far as any are."""
         self._schedules: dict[int, Schedule] = {}
         self._frames: dict[int, tuple[int, int]] = {}
         self.rings: list[object] = []
@@ -226,6 +228,11 @@ class Expectations:
     def newest(self) -> int:
         """The greatest number that an all-reduce was given; -1 before the first."""
         return max(self._schedules, default=-1)
+
+    def begin_anew(self) -> int:
+        """The number of an all-reduce before which there may have been any number of others."""
+        self.is_absolute = False
+        return self.newest() + 1
 
     def others(self, ring: object) -> bool:
         """Whether other links can tell numbers, too."""

@@ -79,6 +79,8 @@ class Ring(Channels):
         self._counts: dict[str, int] = {}
         self.adrift = False
         """Whether messages were lost among which may have been all-reduces: how many is unknown."""
+        self._told: int | None = None
+        """The number of the next all-reduce, if another link has told that of the last one."""
         self._may_grow = False
         self._looks = 256 * _LOOKS
         self._waited = 0
@@ -126,7 +128,7 @@ class Ring(Channels):
         `final`: nothing more will come.
         """
         found = False
-        self._looks += _LOOKS * max(0, self._waiting - self._waited)
+        self._looks += _LOOKS * max(0, self.waiting - self._waited)
         while any(c.pending for c in self.channels) and self._step(final):
             found = True
         # what was sent without its beginning may fall into windows that were taken before
@@ -137,16 +139,12 @@ class Ring(Channels):
             found |= len(connection.pending) > waiting
             if connection.headless:
                 self._place_headless(connection)
-        self._waited = self._waiting
+        self._waited = self.waiting
         return found
-
-    @property
-    def _waiting(self) -> int:
-        return sum(len(c.pending) for c in self.channels)
 
     def _may_look(self) -> bool:
         """Whether all that waits may be looked at once more."""
-        cost = self._waiting + 32 * len(self.channels)
+        cost = self.waiting + 32 * len(self.channels)
         if self._looks < cost:
             return False
         self._looks -= cost
@@ -154,7 +152,7 @@ class Ring(Channels):
 
     def give_up(self, *, final: bool) -> bool:
         """Leave out one message that fits nothing, if it is time to; whether one was."""
-        waiting = self._waiting
+        waiting = self.waiting
         if not waiting or not (final or self._is_late(waiting)):
             return False
         return self._leave_out()
@@ -168,7 +166,7 @@ class Ring(Channels):
         self._may_grow = False
         self.is_final = final
         if self.is_aligned is None or (self.number is None and not self.is_settled):
-            self.is_aligned = self.is_aligned is not False and self._is_from_start()
+            self.is_aligned = self.is_aligned is not False and self.is_from_start()
         if self._bring_up(first):
             return True
         if not self.is_settled and not final and not self._has_begun(first):
@@ -272,9 +270,6 @@ class Ring(Channels):
             lost.append((schedule, plans))
         return False
 
-    def _is_from_start(self) -> bool:
-        return all(c.from_start for c in self.channels if c.base is not None)
-
     def _inferred(self, final: bool) -> bool:
         if not self._may_look():
             self._may_grow = not final  # and be made out when more has come
@@ -332,7 +327,7 @@ class Ring(Channels):
         self.is_aligned = False
         if self.number is None:  # the end of what had begun before the capture counts for nothing
             is_hidden = write is not None or not is_told or self.may_hide(connection)
-            self.adrift |= is_hidden and self._is_from_start()
+            self.adrift |= is_hidden and self.is_from_start()
         else:
             self.adrift = True
 
@@ -356,8 +351,8 @@ class Ring(Channels):
 
     def _numbered(self, schedule: Schedule, plans: list[Plan]) -> int | None:
         """The number of an all-reduce; None if it cannot be told while other links can tell it."""
-        is_new = self.number is None
-        if is_new and not self.adrift and self._is_from_start():
+        is_first = self.is_from_start() and self.expected.is_absolute
+        if self.number is None and is_first and not self.adrift:
             self.number = 0
         telling = self.telling_frames(plans)
         self.adrift |= (self.expected.schedule(self.number or 0) or schedule) != schedule
@@ -367,11 +362,16 @@ class Ring(Channels):
         others = {self.expected.number_at(frame) for frame, is_late in telling if not is_late}
         number = others.pop() if len(others) == 1 else None
         if number is not None and self.expected.schedule(number) == schedule:
-            self.adrift = False
-            return number
+            was_told, self._told = self._told, number + 1
+            # where sizes are not told, one alone may be a packet that was mirrored late
+            if number == was_told or self.expected.count(number) is not None:
+                self.adrift = False
+                return number
+            return None
+        self._told = None
         if self.expected.others(self) and self.expected.newest() >= 0:
             return None
-        number = self.expected.newest() + 1
+        number = self.expected.begin_anew()
         if self.adrift:
             self.doubts.append(Doubt(number, self.channels[0].sender))
             self.on_doubt(self.doubts[-1])

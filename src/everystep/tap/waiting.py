@@ -44,6 +44,15 @@ class Channels:
         elif all(c.cts_qp is not None for c in self.channels):
             self.channels.sort(key=lambda c: c.cts_qp or 0)
 
+    @property
+    def waiting(self) -> int:
+        """Messages that wait."""
+        return sum(len(c.pending) for c in self.channels)
+
+    def is_from_start(self) -> bool:
+        """Whether the first messages of all channels were seen, as far as any were."""
+        return all(c.from_start for c in self.channels if c.base is not None)
+
     def is_open(self) -> bool:
         """Whether it is not known if the ring has an added step."""
         return len(self.expected.shapes) > 1
