@@ -11,7 +11,7 @@ from everystep import automatic, observed
 from everystep.automatic import Automatic
 from everystep.planning.choosing import Name, Verdict
 from everystep.planning.facts import Facts
-from everystep.planning.hiding import Interval
+from everystep.strategies import Full
 
 IN_TURN: dict[Name, Name] = {"full": "deltas", "deltas": "replica", "replica": "full"}
 
@@ -26,7 +26,7 @@ def at_once(
 ) -> None:
     """Choose after every few steps, in this way, and change so many steps later at least, where
     there are other ranks."""
-    _no_step_left_out(patch)
+    no_step_left_out(patch)
     patch.setattr(automatic, "choose", choose)
     patch.setattr(observed, "ENOUGH_STEPS", 2)
     for name, value in {
@@ -45,10 +45,10 @@ def after_steps(patch: pytest.MonkeyPatch, plan: dict[int, Name]) -> None:
         session.flush()
         return automatic.STRATEGIES[plan[done]]
 
-    _no_step_left_out(patch)
+    no_step_left_out(patch)
     patch.setattr(Automatic, "due", due)
 
 
-def _no_step_left_out(patch: pytest.MonkeyPatch) -> None:
-    """Also on a machine that others keep busy, where `Full` takes a checkpoint now and then."""
-    patch.setattr(Interval, "observe", lambda interval, *figures: interval)
+def no_step_left_out(patch: pytest.MonkeyPatch) -> None:
+    """Also on a machine that others keep busy, where `Full()` takes a checkpoint now and then."""
+    patch.setitem(automatic.STRATEGIES, "full", Full(every=1, policy="block"))

@@ -57,6 +57,13 @@ def _name(ck: everystep.Checkpointer) -> str:
 # ---------------------------------------------------------------- in a run
 
 
+@pytest.mark.usefixtures("in_threads")
+def test_it_begins_as_full(run_dir: Path) -> None:
+    model, optimizer = _objects()
+    with everystep.Checkpointer(run_dir, model=model, optimizer=optimizer) as ck:
+        assert ck.strategy == everystep.Full()
+
+
 @pytest.mark.usefixtures("in_threads", "patience")
 def test_it_changes_as_it_chooses_and_says_why(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -66,7 +73,7 @@ def test_it_changes_as_it_chooses_and_says_why(
     model, optimizer = _objects()
     seen = ["Full"]
     with everystep.Checkpointer(run_dir, model=model, optimizer=optimizer) as ck:
-        assert ck.strategy == everystep.Full()
+        assert ck.strategy == automatic.STRATEGIES["full"]
         ck.restore()
 
         def has_changed() -> bool:

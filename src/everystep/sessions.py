@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from everystep.agent.client import Agent
-from everystep.automatic import Automatic
+from everystep.automatic import STRATEGIES, Automatic
 from everystep.blocking import Blocking, Facts
 from everystep.engine.meter import Cost, Lane
 from everystep.errors import UsageError
@@ -54,7 +54,7 @@ class Sessions:
         log: StepLog,
         outcomes: Outcomes,
     ) -> None:
-        self._options = Full() if strategy == "auto" else strategy
+        self._options = STRATEGIES["full"] if strategy == "auto" else strategy
         if not isinstance(self._options, Full | Deltas | Replica | Shadow):
             hint = "Full(…), Deltas(…), Replica(…) or Shadow(…) of everystep, or 'auto'"
             raise UsageError(f"strategy={strategy!r}: not a strategy", hint=hint)

@@ -266,7 +266,7 @@ def hold_signals(
             signal.signal(signal.SIGTERM, _user_handler(before, run))
         mine = signal.getsignal(signal.SIGTERM)
         on_signal = None if deadline_s is None else SaveOnSignal(deadline_s=deadline_s)
-        strategy = BLOCKING if blocking else Full(every=1, linger_s=1)
+        strategy = BLOCKING if blocking else Full(every=1, policy="block", linger_s=1)
         ck = job.checkpointer(run, on_signal=on_signal, strategy=strategy)
         done = ck.restore()
         print("restored", done, job.digest(), flush=True)

@@ -264,7 +264,8 @@ def train(root: Path, steps: int = 2) -> None:
     model.register_buffer("odd", torch.tensor([1 + 2j, 3], dtype=torch.complex64))
     model.register_buffer("bf", torch.tensor([], dtype=torch.bfloat16))
     optimizer = torch.optim.Adam(model.parameters())
-    with everystep.Checkpointer(root, model=model, optimizer=optimizer) as ck:
+    strategy = everystep.Full(every=1, policy="block")
+    with everystep.Checkpointer(root, model=model, optimizer=optimizer, strategy=strategy) as ck:
         ck.restore()
         for _ in range(steps):
             optimizer.zero_grad()

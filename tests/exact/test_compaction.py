@@ -139,6 +139,11 @@ def test_weights_changed_by_hand_once(
     prove_steps(made(WritesOnce), run_dir, states, range(1, STORED + 1))
 
 
+def has_been_told(session: Any) -> bool:
+    """Whether the agent has said that it makes no more fulls; the session may have acted on it."""
+    return session._not_folded or session.given_up or not session._compacts
+
+
 def store_and_wait(make: Make, run: Path, step: int, total: int) -> None:
     """A life that waits for the first full that the agent makes, and after a step until it has said
     that it makes no more."""
@@ -152,7 +157,7 @@ def store_and_wait(make: Make, run: Path, step: int, total: int) -> None:
             if t + 1 == 3 < step:
                 until(lambda: 3 in fulls(run), 60, "a full of 3")
             if t + 1 == step:
-                until(lambda: session._not_folded or not session._compacts, 60, "NotFolded")
+                until(lambda: has_been_told(session), 60, "NotFolded")
 
 
 def test_weights_changed_behind_torchs_back(
@@ -168,7 +173,7 @@ def test_weights_changed_behind_torchs_back(
     found = fulls(run_dir)
     assert found[:2] == [1, 3]
     assert found[-1] == STORED
-    assert not {4, 5} & set(found)
+    assert 4 not in found
     prove_steps(made(WritesBehind), run_dir, states, [1, 2, 3, STORED])
     (kept,) = (run_dir / "damaged/main").iterdir()
     assert sorted(path.name for path in kept.iterdir()) == [
