@@ -10,8 +10,15 @@ import torch
 
 from everystep.engine.meter import Cost, Lane
 
-_BACKWARD = torch.autograd.backward.__code__
-_DEEPEST = 64
+_BACKWARD = {
+    called.__code__
+    for called in (
+        torch.autograd.backward,
+        getattr(torch.autograd.graph, "_engine_run_backward", torch.autograd.backward),
+    )
+}
+"""What a thread stands in while autograd's engine runs. `torch.autograd.grad` does, too."""
+
 _LEAST_LOOK_S = 0.005
 _IDLE_S = 1.0
 
@@ -49,14 +56,12 @@ class Window:
         now_s = time.monotonic()
         if now_s < self._look_at_s:  # whoever copies asks between any two tasks
             return self._look_at_s - now_s
+        # no further than the top: other threads' frames may end while one walks to their callers,
+        # and CPython 3.11 has died of that
         frame = sys._current_frames().get(self._training_thread)
-        for _ in range(_DEEPEST):
-            if frame is None:
-                break
-            if frame.f_code is _BACKWARD:
-                self._forward_until_s = time.monotonic()
-                return _IDLE_S
-            frame = frame.f_back
+        if frame is not None and frame.f_code in _BACKWARD:
+            self._forward_until_s = time.monotonic()
+            return _IDLE_S
         pause_s = max(_LEAST_LOOK_S, self._length_s / 50)
         self._look_at_s = now_s + pause_s
         return pause_s
