@@ -173,7 +173,7 @@ def test_weights_changed_behind_torchs_back(
     found = fulls(run_dir)
     assert found[:2] == [1, 3]
     assert found[-1] == STORED
-    assert 4 not in found
+    assert 4 not in found  # nor 5, but where the agent is so quick that the next step is full
     prove_steps(made(WritesBehind), run_dir, states, [1, 2, 3, STORED])
     (kept,) = (run_dir / "damaged/main").iterdir()
     assert sorted(path.name for path in kept.iterdir()) == [
